@@ -1,0 +1,144 @@
+"""What a loss, an engine, a rollout backend, a reward source, a handle, a transport and an algorithm are.
+
+Layer 0: Protocols only.  Implementations live in the layers above and never inherit from each other.
+Shapes: B sequences, R flat response tokens, N items of a loss (a token, a sequence or a pair), K scalars per item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from tutelage.types import Outputs, Prompts, Ragged, Rollout, Sequences, Stats
+
+
+class Trainable(Protocol):
+    """A mini-batch: B items that can be cut between items, never inside one.  Rollout, Demonstrations, Pairs."""
+
+    @property
+    def sequences(self) -> Sequences: ...
+    def __len__(self) -> int: ...
+    def item_tokens(self) -> Tensor: ...
+    def select(self, index_B: Tensor) -> Any: ...
+
+
+@runtime_checkable
+class SeparableLoss(Protocol):
+    """sum over items of weight * item.  Weights are global to the mini-batch, so any cut of it sums to the same gradient.
+
+    outputs  what the model must compute: any of "logp", "entropy", "value", "score".
+    weights  once, on the whole mini-batch: Ragged whose rows are the B items (tokens of a sequence, or one entry).
+    items    on any selection of items: (N,) losses in the order of `weights(selection)`, and named statistics.
+    """
+
+    outputs: frozenset[str]
+
+    def weights(self, batch: Any) -> Ragged: ...
+    def items(self, out: Outputs, batch: Any) -> tuple[Tensor, Stats]: ...
+
+
+@runtime_checkable
+class CoupledLoss(Protocol):
+    """A loss of statistics of the whole mini-batch, in two passes (see `math.coupled`).
+
+    scalars  on any selection of items: (items, K), differentiable in the model's outputs.
+    couple   on the whole mini-batch: a scalar loss as a differentiable function of all (B, K) scalars, and statistics.
+    """
+
+    outputs: frozenset[str]
+
+    def scalars(self, out: Outputs, batch: Any) -> Tensor: ...
+    def couple(self, scalars_BK: Tensor, batch: Any) -> tuple[Tensor, Stats]: ...
+
+
+Loss = SeparableLoss | CoupledLoss
+
+
+class Engine(Protocol):
+    """A model, its optimiser, and the ways to run them; everything in and out is ragged.
+
+    logprobs   Ragged (R): logits divided by `temperature`, dropout off, no gradient.
+    values     Ragged (R + B): V before each response token and one value after the last.
+    scores     (B,): one scalar per sequence, at its last real token.
+    step       one optimiser update on one mini-batch: micro-batches, summed gradients, clipping; returns statistics.
+    """
+
+    def logprobs(self, sequences: Sequences, temperature: float, adapter: bool = True) -> Ragged: ...
+    def values(self, sequences: Sequences) -> Ragged: ...
+    def scores(self, sequences: Sequences) -> Tensor: ...
+    def step(self, batch: Any, loss: Loss) -> Stats: ...
+    def evaluate(self, batch: Any, loss: SeparableLoss) -> Stats: ...
+    def state(self) -> dict[str, Any]: ...
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+    def save_pretrained(self, folder: Path) -> None: ...
+
+
+class RolloutEngine(Protocol):
+    """Generates: every sample's randomness is keyed by (seed, step, prompt id, sample index, purpose)."""
+
+    def generate(self, prompts: Prompts) -> Rollout: ...
+    def publish(self, version: int) -> None:
+        """New weights are in place; later rollouts carry this version."""
+        ...
+
+
+class RewardSource(Protocol):
+    """Scores finished rollouts: (B,) float32 in its own units.  NaN or a wrong count raises RewardError naming the row."""
+
+    name: str
+
+    def score(self, rollout: Rollout) -> Tensor: ...
+
+
+class Pending(Protocol):
+    """A result that may not exist yet.  Any other access than these raises PendingError."""
+
+    def adding(self, **columns: Any) -> Pending: ...
+    def gather(self) -> Any: ...
+
+
+class Transport(Protocol):
+    """Decides where a call on a role runs: directly, on groups of remote ranks, or nowhere (recorded)."""
+
+    def handle(self, name: str, role: Any) -> Any:
+        """A handle whose public methods return Pending and accept Pending arguments."""
+        ...
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Pending:
+        """Controller mathematics as a node of the same flow."""
+        ...
+
+
+class Algorithm(Protocol):
+    """Three functions in the order of the paper, with no I/O, timing or parallelism in them."""
+
+    ROLES: tuple[str, ...]
+
+    def initial_state(self, cfg: Any) -> Any: ...
+    def collect(self, batch: Any, roles: Any, cfg: Any) -> Any: ...
+    def advantages(self, batch: Any, state: Any, cfg: Any) -> tuple[Any, Any, Stats]: ...
+    def learn(self, batch: Any, roles: Any, cfg: Any, state: Any) -> list[Any]: ...
+
+
+class BatchSource(Protocol):
+    """Training data with a saved cursor: the same seed and cursor give the same batches."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+    def state(self) -> dict[str, Any]: ...
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+    @property
+    def steps(self) -> int: ...
+
+
+class Tracker(Protocol):
+    """Where metrics go besides metrics.jsonl."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+RewardRule = Callable[[Sequence[str], Sequence[str], Sequence[Any]], Sequence[float]]
+"""A rule reward: (prompts, responses, truths) -> one float per response."""
