@@ -27,7 +27,7 @@ class Trainable(Protocol):
 
 @runtime_checkable
 class SeparableLoss(Protocol):
-    """sum over items of weight * item.  Weights are global to the mini-batch, so any cut of it sums to the same gradient.
+    """sum over items of weight * item.  Weights are global to the mini-batch: any cut sums to the same gradient.
 
     outputs  what the model must compute: any of "logp", "entropy", "value", "score".
     weights  once, on the whole mini-batch: Ragged whose rows are the B items (tokens of a sequence, or one entry).
@@ -86,7 +86,7 @@ class RolloutEngine(Protocol):
 
 
 class RewardSource(Protocol):
-    """Scores finished rollouts: (B,) float32 in its own units.  NaN or a wrong count raises RewardError naming the row."""
+    """Scores finished rollouts: (B,) float32, own units.  NaN or a wrong count raises RewardError naming the row."""
 
     name: str
 
@@ -107,8 +107,12 @@ class Transport(Protocol):
         """A handle whose public methods return Pending and accept Pending arguments."""
         ...
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Pending:
-        """Controller mathematics as a node of the same flow."""
+    def put(self, value: Any) -> Pending:
+        """A controller-side value as the start of a flow."""
+        ...
+
+    def call(self, function: Callable[..., Any], *args: Any, outputs: int = 1) -> tuple[Pending, ...]:
+        """Controller mathematics as a node of the same flow, with `outputs` results."""
         ...
 
 

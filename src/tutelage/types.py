@@ -7,7 +7,7 @@ Nothing is ever left-padded, and no meaning is read from a token being equal to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -229,11 +229,34 @@ class _Columns:
         names = [f.name for f in fields(self) if f.name not in self._whole]  # type: ignore[arg-type]
         return replace(self, **{n: _select(getattr(self, n), index_B) for n in names})  # type: ignore[type-var]
 
+    def minibatches(self, epochs: int, count: int, permutation: Callable[[int, int], Tensor]) -> Iterator[Self]:
+        """`epochs` passes, each cut into `count` mini-batches of near-equal size; every item once per pass.
+
+        permutation(epoch, n) -> (n,) the order of a pass.
+        """
+        size = len(self)  # type: ignore[arg-type]
+        if size < count:
+            raise ShapeError(f"{count} mini-batches cannot be cut from {size} items", fix="lower the mini-batch count")
+        for epoch in range(epochs):
+            for part in torch.tensor_split(permutation(epoch, size), count):
+                yield self.select(part)
+
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
         names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
         out = {n: getattr(parts[0], n) if n in cls._whole else _concat([getattr(p, n) for p in parts]) for n in names}
         return cls(**out)
+
+
+@dataclass(frozen=True, eq=False)
+class Scores(_Columns):
+    """What the reward sources said: values (B, K) in their own units, their weighted sum total (B,), and K names."""
+
+    values: Tensor
+    total: Tensor
+    names: tuple[str, ...]
+
+    _whole = ("names",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,7 +268,7 @@ class Rollout(_Columns):
     prompt_ids, samples (B,)  key of the randomness;  group (B,) index of the prompt in its batch.
     old_logp      Ragged (R): the trainer's logprobs before any update.      ref_logp: the reference's.
     value         Ragged (R + B): V before each response token, and one bootstrap value after the last.
-    score         (B, K) named scores (`score_names`), in the reward sources' own units; total (B,) their weighted sum.
+    score         named scores and their weighted total, per sequence.
     token_reward  Ragged (R) per-token rewards, optional.
     advantage, ret  Ragged (R): set by the algorithm.
     """
@@ -263,14 +286,10 @@ class Rollout(_Columns):
     old_logp: Ragged | None = None
     ref_logp: Ragged | None = None
     value: Ragged | None = None
-    score: Tensor | None = None
-    total: Tensor | None = None
-    score_names: tuple[str, ...] = ()
+    score: Scores | None = None
     token_reward: Ragged | None = None
     advantage: Ragged | None = None
     ret: Ragged | None = None
-
-    _whole = ("score_names",)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -278,6 +297,13 @@ class Rollout(_Columns):
     def item_tokens(self) -> Tensor:
         """(B,) tokens that one item costs an engine."""
         return self.sequences.tokens.lens
+
+    def column(self, name: str) -> Ragged:
+        """An optional ragged column that this point of the flow needs."""
+        value = getattr(self, name)
+        if value is None:
+            raise ShapeError(f"the rollout has no {name} yet", fix=f"add it with rollout.adding({name}=...) first")
+        return value
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,6 +350,14 @@ class Stat:
 
     total: float
     weight: float
+
+    @classmethod
+    def of(cls, values: Tensor, mask: Tensor | None = None) -> Stat:
+        """Sum and count of the entries whose mask is set (all without a mask); values under mask 0 are never read."""
+        values = values.detach().double()
+        if mask is None:
+            return cls(float(values.sum()), float(values.numel()))
+        return cls(float(values[mask.bool()].sum()), float(mask.sum()))
 
     @property
     def mean(self) -> float:

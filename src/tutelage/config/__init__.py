@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+from tutelage.config.checks import check_effect, check_sense
+from tutelage.config.loading import (
+    Loaded,
+    Source,
+    dump_config,
+    find_recipe,
+    load_checked,
+    load_recipe,
+    shipped_recipes,
+)
 from tutelage.config.ppo import PPOConfig
 from tutelage.config.reward_model import RewardModelConfig
 from tutelage.config.sft import SFTConfig
+from tutelage.config.stages import SCHEMAS, AnyConfig
 
-AnyConfig = SFTConfig | RewardModelConfig | PPOConfig
-
-SCHEMAS: dict[str, type[AnyConfig]] = {"sft": SFTConfig, "reward_model": RewardModelConfig, "ppo": PPOConfig}
+__all__ = [
+    "SCHEMAS",
+    "AnyConfig",
+    "Loaded",
+    "PPOConfig",
+    "RewardModelConfig",
+    "SFTConfig",
+    "Source",
+    "check_effect",
+    "check_sense",
+    "dump_config",
+    "find_recipe",
+    "load_checked",
+    "load_recipe",
+    "shipped_recipes",
+]

@@ -46,7 +46,11 @@ class PPOSettings(Schema):
 class KLConfig(Schema):
     coef: float = setting(0.05, "KL coefficient; 0 is allowed and warns.", ge=0)
     placement: Literal["reward", "loss"] = setting("reward", "Per-token penalty in the reward, or a term of the loss.")
-    estimator: Literal["k1", "k2", "k3"] = setting("k1", "k1 in the reward is unbiased; k1 in the loss is refused.")
+    estimator: Literal["k1", "k2", "k3", "k3_unbiased"] = setting(
+        "k1",
+        "Reward: k1 (unbiased), k2 or k3. Loss: k2 and k3_unbiased have the gradient of KL(policy || reference), "
+        "k3 that of KL(reference || policy); k1 is refused.",
+    )
     controller: Literal["fixed", "adaptive"] = setting("fixed", "adaptive follows kl.target (Ziegler et al. 2019).")
     target: float = setting(6.0, "Sequence KL in nats (summed over tokens) to hold.", gt=0, only_if=ADAPTIVE)
     horizon: int = setting(10000, "Sequences over which the coefficient adapts.", ge=1, only_if=ADAPTIVE)

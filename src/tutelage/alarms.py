@@ -1,0 +1,116 @@
+"""What a run warns about while it can still be saved, each alarm with what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from tutelage.config.ppo import PPOConfig
+
+HISTORY = 20
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """kind: a short name; message: value, bound and what to change; stop: the run ends after this step."""
+
+    kind: str
+    message: str
+    stop: bool = False
+
+
+@dataclass
+class Alarms:
+    """PPO's alarms.  Each rings when its condition begins to hold, and again only after it has cleared.
+
+    The first step's entropy and length, and recent value losses, are what later steps are compared with; all of it is
+    part of the checkpoint (`state`).
+    """
+
+    cfg: PPOConfig
+    first: dict[str, float] = field(default_factory=dict)
+    value_errors: list[float] = field(default_factory=list)
+    ringing: set[str] = field(default_factory=set)
+
+    def state(self) -> dict[str, object]:
+        return {"first": self.first, "value_errors": self.value_errors, "ringing": sorted(self.ringing)}
+
+    def load_state(self, saved: Mapping[str, object]) -> None:
+        self.first = dict(saved["first"])  # type: ignore[call-overload]
+        self.value_errors = list(saved["value_errors"])  # type: ignore[call-overload]
+        self.ringing = set(saved["ringing"])  # type: ignore[call-overload]
+
+    def check(self, metrics: Mapping[str, float]) -> list[Alarm]:
+        """Alarms that begin to ring at this step's metrics."""
+        for name in ("policy/entropy", "rollout/length_mean"):
+            self.first.setdefault(name, metrics[name])
+        found = [*self._kl(metrics), *self._policy(metrics), *self._value(metrics)]
+        new = [alarm for alarm in found if alarm.stop or alarm.kind not in self.ringing]
+        self.ringing = {alarm.kind for alarm in found}
+        return new
+
+    def _kl(self, metrics: Mapping[str, float]) -> list[Alarm]:
+        kl, cfg, out = metrics["kl/sequence"], self.cfg.kl, []
+        if kl > self.cfg.alarms.kl:
+            out.append(
+                Alarm(
+                    "kl",
+                    f"sequence KL is {kl:.2f} nats (alarm at {self.cfg.alarms.kl:g}): the policy is far from the "
+                    "reference. Raise kl.coef, use kl.controller=adaptive, or lower optim.lr",
+                )
+            )
+        if cfg.budget is not None and kl > cfg.budget:
+            action = {
+                "warn": "training goes on",
+                "lower": f"the learning signal is scaled by {cfg.budget / kl:.2f}",
+                "stop": "the run stops here",
+            }[cfg.on_budget]
+            text = f"sequence KL is {kl:.2f} nats, over kl.budget={cfg.budget:g}: {action}"
+            out.append(Alarm("kl_budget", text, stop=cfg.on_budget == "stop"))
+        return out
+
+    def _policy(self, metrics: Mapping[str, float]) -> list[Alarm]:
+        bounds, out = self.cfg.alarms, []
+        clipped = metrics["policy/clip_fraction"]
+        if clipped > bounds.clip_fraction:
+            out.append(
+                Alarm(
+                    "clip_fraction",
+                    f"{clipped:.0%} of tokens are clipped (alarm at {bounds.clip_fraction:.0%}): updates are too "
+                    "large. Lower optim.lr, ppo.epochs or ppo.minibatches",
+                )
+            )
+        entropy, start = metrics["policy/entropy"], self.first["policy/entropy"]
+        if entropy < bounds.entropy_ratio * start:
+            out.append(
+                Alarm(
+                    "entropy_collapse",
+                    f"entropy fell to {entropy:.3f} nats per token, under {bounds.entropy_ratio:.0%} of its start "
+                    f"({start:.3f}). Raise kl.coef or ppo.entropy_coef, or lower optim.lr",
+                )
+            )
+        length, start = metrics["rollout/length_mean"], self.first["rollout/length_mean"]
+        if length > bounds.length_ratio * start:
+            out.append(
+                Alarm(
+                    "length_explosion",
+                    f"mean length is {length:.0f} tokens, {length / start:.1f} times its start ({start:.0f}). "
+                    "Set ppo.missing_eos_penalty, or look for a reward that pays for length",
+                )
+            )
+        return out
+
+    def _value(self, metrics: Mapping[str, float]) -> list[Alarm]:
+        error, past = metrics["value/error"], self.value_errors
+        out = []
+        if len(past) >= 3 and error > self.cfg.alarms.value_loss_ratio * median(past):
+            out.append(
+                Alarm(
+                    "value_loss",
+                    f"the value loss is {error:.3g}, {error / median(past):.0f} times its recent median. "
+                    "Lower critic.lr, or set ppo.whiten_rewards=true",
+                )
+            )
+        self.value_errors = [*past, error][-HISTORY:]
+        return out

@@ -1,0 +1,66 @@
+"""Supervised fine-tuning: maximum likelihood of the marked tokens.   Shapes: B sequences, R flat response tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tutelage.config.sft import SFTConfig
+from tutelage.math.masking import aggregation_weights
+from tutelage.types import Demonstrations, Outputs, Ragged, Stat, Stats
+
+ROLES = ("actor",)
+PREFIXES = {"actor": "sft"}
+PUBLISHED: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SFTState:
+    step: int
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+
+def initial_state(cfg: SFTConfig) -> SFTState:
+    return SFTState(0)
+
+
+def state_from(saved: Mapping[str, Any]) -> SFTState:
+    return SFTState(saved["step"])
+
+
+def collect(batch: Any, roles: Any, cfg: SFTConfig) -> Any:
+    """The data is the batch."""
+    return batch
+
+
+def advantages(batch: Demonstrations, state: SFTState, cfg: SFTConfig) -> tuple[Demonstrations, SFTState, Stats]:
+    tokens = float(batch.sequences.trained.flat.sum())
+    return batch, SFTState(state.step + 1), {"data/trained_tokens": Stat(tokens, 1)}
+
+
+def learn(batch: Any, roles: Any, cfg: SFTConfig, state: SFTState) -> list[dict[str, Any]]:
+    return [roles.update(batch, actor=SFTLoss(cfg.sft.aggregation))]
+
+
+@dataclass(frozen=True)
+class SFTLoss:
+    """-log pi(token), in nats; an item is a token, weighted by the aggregation over the trained tokens."""
+
+    aggregation: str
+
+    @property
+    def outputs(self) -> frozenset[str]:
+        return frozenset({"logp"})
+
+    def weights(self, batch: Demonstrations) -> Ragged:
+        trained = batch.sequences.trained
+        return Ragged.from_padded(aggregation_weights(trained.padded(), self.aggregation), trained.lens)
+
+    def items(self, out: Outputs, batch: Demonstrations) -> tuple[Tensor, Stats]:
+        assert out.logp is not None
+        return -out.logp, {"nll": Stat.of(-out.logp, batch.sequences.trained.flat)}

@@ -1,0 +1,116 @@
+"""Checkpoints: written beside and renamed into place; an ordinary model folder plus everything a step depends on.
+
+    checkpoints/step_000010/  model/          Hugging Face folder of the role that is trained for use
+                              ROLE.safetensors, ROLE.json   trainable weights, optimiser moments, counters
+                              state.json      step, data cursor, KL controller, alarms
+    checkpoints/best/         model/, quality.json
+
+Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from tutelage.engines.state import flatten, unflatten
+from tutelage.errors import CheckpointError
+from tutelage.runfolder import read_json, write_json
+
+COMPLETE = "state.json"
+
+
+class Checkpoints:
+    """The checkpoints of one run.  `exported` names the role whose model folder is written."""
+
+    def __init__(self, folder: Path, exported: str, keep: int) -> None:
+        self.folder = folder
+        self.exported = exported
+        self.keep = keep
+
+    def save(self, step: int, roles: Mapping[str, Any], state: Mapping[str, Any]) -> Path:
+        """Write a checkpoint, then delete the oldest beyond `keep`.  A CheckpointError leaves the earlier ones intact."""
+        target = self.folder / f"step_{step:06d}"
+        partial = self.folder / f".step_{step:06d}.partial"
+        flat = {name: flatten(role.state()) for name, role in roles.items()}
+        self._require_space(sum(nbytes(tensors) for tensors, _ in flat.values()))
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            roles[self.exported].save_pretrained(partial / "model")
+            for name, (tensors, plain) in flat.items():
+                save_file({k: t.contiguous() for k, t in tensors.items()}, partial / f"{name}.safetensors")
+                write_json(partial / f"{name}.json", plain)
+            write_json(partial / COMPLETE, dict(state))
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(partial, target)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise self._write_failed(target, error) from error
+        for old in self.steps()[: -self.keep]:
+            shutil.rmtree(self.folder / f"step_{old:06d}")
+        return target
+
+    def _write_failed(self, target: Path, error: Exception) -> CheckpointError:
+        free = shutil.disk_usage(self.folder).free
+        last = self.latest()
+        kept = f"the last good one is {last.name}" if last else "there is no earlier one"
+        return CheckpointError(
+            f"checkpoint {target} cannot be written: {error} ({free / 1e6:.0f} MB free); {kept}",
+            fix="free disk space, then `tutelage resume` the run, or lower checkpoint.keep",
+        )
+
+    def _require_space(self, needed: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise self._write_failed(self.folder, OSError(f"it needs {needed / 1e6:.0f} MB"))
+
+    def save_best(self, step: int, role: Any, quality: float, measured_by: str) -> bool:
+        """Keep this model when its held-out quality is above the best so far's.  True when it was kept."""
+        target, partial = self.folder / "best", self.folder / ".best.partial"
+        if (target / "quality.json").exists() and read_json(target / "quality.json")["quality"] >= quality:
+            return False
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            role.save_pretrained(partial / "model")
+            write_json(partial / "quality.json", {"step": step, "quality": quality, "measured_by": measured_by})
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(partial, target)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise self._write_failed(target, error) from error
+        return True
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, oldest first."""
+        found = self.folder.glob("step_*")
+        return sorted(int(p.name.removeprefix("step_")) for p in found if (p / COMPLETE).exists())
+
+    def latest(self) -> Path | None:
+        steps = self.steps()
+        return self.folder / f"step_{steps[-1]:06d}" if steps else None
+
+    def load(self, path: Path, roles: Mapping[str, Any]) -> dict[str, Any]:
+        """Put every role's state back; returns the controller's."""
+        for name, role in roles.items():
+            try:
+                tensors: dict[str, torch.Tensor] = load_file(path / f"{name}.safetensors")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"{path / name}.safetensors cannot be read: {error}",
+                    fix="delete this checkpoint folder and resume from the one before it",
+                ) from error
+            role.load_state(unflatten(tensors, read_json(path / f"{name}.json")))
+        return read_json(path / COMPLETE)
+
+
+def nbytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors.values())

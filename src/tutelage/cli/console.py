@@ -1,0 +1,137 @@
+"""How commands talk: errors in plain words, warnings, tables on a terminal and plain lines elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import typer
+from typer.core import TyperGroup
+
+from tutelage.errors import CheckpointError, ConfigError, TutelageError, closest
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Display = Literal["auto", "plain", "json"]
+INTERRUPTED = 130
+
+
+class Commands(TyperGroup):
+    """The command group: a TutelageError becomes one message and an exit code; `--debug` anywhere keeps tracebacks.
+
+    Exit codes: 2 for a config that cannot be used (as for wrong usage), 1 for every other TutelageError.
+    """
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        end = args.index("--") if "--" in args else len(args)
+        ctx.meta["debug"] = "--debug" in args[:end]
+        return super().parse_args(ctx, [a for i, a in enumerate(args) if a != "--debug" or i > end])  # type: ignore[arg-type]
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)  # type: ignore[arg-type]
+        except TutelageError as error:
+            if ctx.meta["debug"]:
+                raise
+            typer.echo(f"{type(error).__name__}: {error}", err=True)
+            raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
+
+
+def display_of(as_json: bool, plain: bool) -> Display:
+    """Which display a command asked for: JSON, plain lines (asked for, or stdout is no terminal), or the live one."""
+    if as_json:
+        return "json"
+    return "plain" if plain or not sys.stdout.isatty() else "auto"
+
+
+def warn(warnings: Iterable[str]) -> None:
+    """Warnings go to stderr, one a line, so that JSON on stdout stays JSON."""
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+
+
+def echo_json(value: Any) -> None:
+    """One line of JSON on stdout; NaN and infinities as null."""
+    typer.echo(json.dumps(finite(value), ensure_ascii=False, default=str))
+
+
+def finite(value: Any) -> Any:
+    """The same value with every float that is not finite replaced by None, which JSON can hold."""
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def show(renderable: RenderableType) -> None:
+    """Print a rich table on a terminal."""
+    from rich.console import Console
+
+    Console().print(renderable)
+
+
+def show_pairs(title: str, pairs: Mapping[str, Any], plain: bool) -> None:
+    """A two-column table, or `name: value` lines."""
+    rows = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in pairs.items()}
+    if plain:
+        typer.echo(title)
+        for name, text in rows.items():
+            typer.echo(f"  {name}: {text}")
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, text in rows.items():
+        table.add_row(Text(name), Text(text, overflow="fold"))
+    show(table)
+
+
+def require_run(folder: Path) -> Path:
+    """The folder of a run, or a CheckpointError with the closest sibling."""
+    if (folder / "config.yaml").is_file():
+        return folder
+    parent = folder.parent
+    siblings = [p.name for p in parent.iterdir() if (p / "config.yaml").is_file()] if parent.is_dir() else []
+    state = "has no config.yaml, so it is not a run folder." if folder.is_dir() else "does not exist."
+    raise CheckpointError(
+        f"{folder} {state}{closest(folder.name, siblings)}", fix="name the folder of a run, such as runs/demo"
+    )
+
+
+@contextmanager
+def interruptible(output_dir: Path, resumed: Path | None = None) -> Iterator[None]:
+    """Ctrl-C inside says which run folder was left behind and how to go on, and exits with 130.
+
+    The run's folder is `resumed`, or the folder that appeared under `output_dir` meanwhile.
+    """
+    before = _folders(output_dir)
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        made = [resumed] if resumed else sorted(_folders(output_dir) - before)
+        typer.echo("", err=True)
+        if not made:
+            typer.echo("Stopped before a run folder was made.", err=True)
+        for folder in made:
+            typer.echo(f"Stopped. {_how_to_go_on(folder)}", err=True)
+        raise typer.Exit(INTERRUPTED) from stop
+
+
+def _folders(parent: Path) -> set[Path]:
+    return {p for p in parent.iterdir() if p.is_dir()} if parent.is_dir() else set()
+
+
+def _how_to_go_on(folder: Path) -> str:
+    saved = sorted(p.name for p in (folder / "checkpoints").glob("step_*"))
+    if saved:
+        return f"The run is in {folder}, its last checkpoint is {saved[-1]}. Go on with: tutelage resume {folder}"
+    return f"The run is in {folder}, without a checkpoint yet (checkpoint.every=N writes them while training)."

@@ -1,0 +1,106 @@
+"""Checks of a whole config before anything loads: does each key have an effect, and do they make sense together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from tutelage.config import describe
+from tutelage.config.ppo import PPOConfig
+from tutelage.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tutelage.config.loading import Loaded
+    from tutelage.config.stages import AnyConfig
+
+
+def check_effect(loaded: Loaded) -> None:
+    """Refuse keys that the user set although they change nothing in this run. Raises ConfigError naming all of them."""
+    problems = []
+    for key in describe.walk(type(loaded.config)):
+        if key.condition and key.name in loaded.sources and not key.condition.holds(loaded.config):
+            value = describe.value_text(describe.value_at(loaded.config, key.name))
+            where = loaded.sources[key.name]
+            problems.append(
+                f"{key.name} has no effect in this run ({where}, value {value}): it needs that {key.condition.text}"
+            )
+    _refuse(problems, "remove the key, or change the setting it depends on")
+
+
+def check_sense(config: AnyConfig, sources: Mapping[str, object] | None = None) -> list[str]:
+    """Rules across keys: raises ConfigError with every combination that cannot work; returns warnings."""
+    where = sources or {}
+    problems: list[str] = []
+    warnings: list[str] = []
+    if config.data.eval is None and config.data.eval_fraction == 0:
+        warnings.append(
+            f"data.eval_fraction is 0{_at('data.eval_fraction', where)} and data.eval is not given: nothing is held "
+            "out, so the run cannot show whether it generalises"
+        )
+    if isinstance(config, PPOConfig):
+        _ppo_problems(config, where, problems)
+        if config.kl.coef == 0:
+            warnings.append(
+                f"kl.coef is 0{_at('kl.coef', where)}: nothing holds the policy near the reference; follow the gold "
+                "score and the KL, the proxy reward alone will look good while quality falls"
+            )
+    _refuse(problems, "")
+    return warnings
+
+
+def _ppo_problems(config: PPOConfig, where: Mapping[str, object], problems: list[str]) -> None:
+    if config.ppo.vf_coef == 0:
+        problems.append(
+            f"ppo.vf_coef is 0{_at('ppo.vf_coef', where)}: the critic would never learn and its advantages would stay "
+            "noise; give it a weight above 0"
+        )
+    if config.kl.placement == "loss" and config.kl.estimator == "k1":
+        problems.append(
+            f"kl.placement is loss{_at('kl.placement', where)} and kl.estimator is k1{_at('kl.estimator', where)}: the "
+            "gradient of k1 is zero in expectation, so it holds nothing back; use k2 or k3, or kl.placement=reward"
+        )
+    if config.kl.placement == "reward" and config.kl.estimator == "k3_unbiased":
+        problems.append(
+            f"kl.estimator is k3_unbiased{_at('kl.estimator', where)} and kl.placement is reward"
+            f"{_at('kl.placement', where)}: it differs from k3 only in its gradient, and a reward has none; use k1, k2 "
+            "or k3, or kl.placement=loss"
+        )
+    if config.kl.controller == "adaptive" and config.kl.coef == 0:
+        problems.append(
+            f"kl.controller is adaptive{_at('kl.controller', where)} and kl.coef is 0{_at('kl.coef', where)}: the "
+            "controller multiplies the coefficient, so it would stay 0; start it above 0"
+        )
+    _reward_problems(config, where, problems)
+    batch = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    if batch < config.ppo.minibatches:
+        problems.append(
+            f"rollout.prompts_per_step {config.rollout.prompts_per_step}{_at('rollout.prompts_per_step', where)} x "
+            f"rollout.samples_per_prompt {config.rollout.samples_per_prompt}"
+            f"{_at('rollout.samples_per_prompt', where)} is {batch} responses, fewer than ppo.minibatches "
+            f"{config.ppo.minibatches}{_at('ppo.minibatches', where)}: a mini-batch would be empty"
+        )
+
+
+def _reward_problems(config: PPOConfig, where: Mapping[str, object], problems: list[str]) -> None:
+    weights = [rule.weight for rule in config.reward.rules]
+    if config.reward.model is not None:
+        weights.append(config.reward.weight)
+    if not weights:
+        problems.append("nothing is rewarded: reward.model and reward.rules are both empty; give at least one of them")
+    elif not any(weights):
+        problems.append("nothing is rewarded: every weight under reward is 0")
+    if config.critic.init == "reward" and config.reward.model is None:
+        problems.append(
+            f"critic.init is reward{_at('critic.init', where)} but reward.model is not given; use auto or policy"
+        )
+
+
+def _at(name: str, where: Mapping[str, object]) -> str:
+    return f" ({where[name]})" if name in where else ""
+
+
+def _refuse(problems: Sequence[str], fix: str) -> None:
+    if len(problems) == 1:
+        raise ConfigError(problems[0], fix=fix)
+    if problems:
+        raise ConfigError(f"{len(problems)} problems:" + "".join(f"\n  - {p}" for p in problems), fix=fix)

@@ -1,0 +1,1 @@
+"""Training backends. Import from the modules."""

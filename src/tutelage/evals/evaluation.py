@@ -1,0 +1,47 @@
+"""What an evaluation is: metrics, and one number that says how good the model is on data it was not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from tutelage.protocols import SeparableLoss
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """metrics: named numbers for metrics.jsonl.  quality: larger is better; measured_by: the metric it is.
+
+    details: what the summary keeps besides, such as intervals.
+    """
+
+    metrics: Mapping[str, float]
+    quality: float
+    measured_by: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Evaluator(Protocol):
+    def evaluate(self, phase: str, step: int) -> Evaluation:
+        """phase: "before", "step" or "after"."""
+        ...
+
+
+class HeldOutLoss:
+    """The training loss on held-out items; quality is accuracy where the loss reports one, else minus the loss."""
+
+    def __init__(self, role: Any, batch: Any, loss: SeparableLoss, prefix: str, max_rows: int) -> None:
+        self.role = role
+        self.batch = batch.select(torch.arange(min(len(batch), max_rows)))
+        self.loss = loss
+        self.prefix = prefix
+
+    def evaluate(self, phase: str, step: int) -> Evaluation:
+        stats = self.role.evaluate(self.batch, self.loss).gather()
+        metrics = {f"eval/{name}": stat.mean for name, stat in stats.items()}
+        if "eval/accuracy" in metrics:
+            return Evaluation(metrics, metrics["eval/accuracy"], "eval/accuracy", {"rows": len(self.batch)})
+        return Evaluation(metrics, -metrics["eval/loss"], "minus eval/loss", {"rows": len(self.batch)})

@@ -1,0 +1,215 @@
+"""The "tutelage" attention of transformers models: packed segments without padding, or a slotted KV cache.
+
+Shapes: B rows, Q queries, L cached keys, N packed tokens, D head size, h query heads, g key/value heads.
+
+The mode is chosen by a keyword argument given to `model(...)`, which transformers hands down to every attention layer:
+
+    cu_seq_lens_q (n + 1,) integers, first 0, last N: the input is one row (1, N) of n segments. A token attends
+        inside its segment only: to itself and what is before it in decoders, to all of it in encoders.
+    slot_mask (B, 1, Q, L) bool: a step of batched decoding against a KV cache of L slots; True where a query may look.
+
+A call with neither is refused: plain causal attention over a packed row would leak from one segment into the next and
+give plausible, wrong numbers. For the same reason the transformers mask argument is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from tutelage.errors import ModelError
+
+NAME = "tutelage"
+
+_NOT_IMPLEMENTED = {
+    "s_aux": "attention sinks",
+    "position_bias": "a learned position bias",
+    "head_mask": "a head mask",
+    "cache": "a paged cache",
+}
+
+
+def register() -> None:
+    """Make `attn_implementation="tutelage"` known to transformers. Doing it again changes nothing."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, no_mask)
+
+
+def no_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
+    """The mask function of this attention: none is built. Raises ModelError when the caller passed a mask."""
+    if attention_mask is not None:
+        raise ModelError(
+            f"the packed attention was called with an attention mask of shape {tuple(attention_mask.shape)}",
+            fix="pass cu_seq_lens_q for packed segments, or slot_mask for a step of decoding",
+        )
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    slot_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query (B, h, Q, D), key and value (B, g, L, D) -> (B, Q, h, D), softmax(q k / sqrt(D)) v in one of the two modes.
+
+    sliding_window W: a query looks at keys less than W positions away. softcap c: scores become c tanh(score / c).
+    Raises ModelError for dropout, a mask, attention sinks, a position bias, and for a call in neither mode or in both.
+    """
+    _refuse_what_is_not_implemented(attention_mask, dropout, kwargs)
+    if (cu_seq_lens_q is None) == (slot_mask is None):
+        raise ModelError(
+            "the packed attention needs exactly one of cu_seq_lens_q (packed segments) and slot_mask (decoding), got "
+            + ("neither" if slot_mask is None else "both"),
+            fix='run the model through tutelage.models.forward, or call model.set_attn_implementation("sdpa") first',
+        )
+    if slot_mask is not None:
+        if sliding_window is not None and slot_mask.shape[-1] > sliding_window:
+            raise ModelError(
+                f"decoding with a cache of {slot_mask.shape[-1]} slots through a sliding window of {sliding_window}",
+                fix="keep prompt and response together within the window, or use a model without one",
+            )
+        out = _attend(query, key, value, scaling, causal=False, mask=slot_mask, softcap=softcap)
+        return out.transpose(1, 2), None
+    assert cu_seq_lens_q is not None
+    if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        raise ModelError(
+            f"packed attention over queries {tuple(query.shape)} and keys {tuple(key.shape)}",
+            fix="packed segments are one row, without a KV cache (use_cache=False) and without cross-attention",
+        )
+    causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
+    return _packed(query, key, value, cu_seq_lens_q, scaling, causal, sliding_window, softcap), None
+
+
+def _refuse_what_is_not_implemented(attention_mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:
+    if attention_mask is not None:
+        no_mask(attention_mask=attention_mask)
+    if dropout:
+        raise ModelError(f"attention dropout is {dropout}", fix="call tutelage.models.dropout.disable_dropout(model)")
+    for name, what in _NOT_IMPLEMENTED.items():
+        if kwargs.get(name) is not None:
+            raise ModelError(
+                f"this model's attention uses {what} ({name}), which the packed attention does not compute",
+                fix="use a model with plain attention",
+            )
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    scaling: float | None,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """(1, N, h, D): every segment attends to itself."""
+    if _flash_varlen_fits(query, value, softcap):
+        return _flash_varlen(query, key, value, cu_seq_lens, scaling, causal, window)
+    edges = cu_seq_lens.tolist()
+    lens = [end - start for start, end in zip(edges[:-1], edges[1:], strict=True)]
+    if edges[0] != 0 or edges[-1] != query.shape[2] or min(lens, default=0) < 0:
+        raise ModelError(f"segments end at {edges[-1]}, the packed row has {query.shape[2]} tokens")
+    parts = zip(query.split(lens, 2), key.split(lens, 2), value.split(lens, 2), strict=True)
+    outs = [
+        _attend(q, k, v, scaling, causal, _window_mask(q.shape[2], window, causal, q.device), softcap)
+        for q, k, v in parts
+        if q.shape[2]
+    ]
+    return torch.cat(outs, dim=2).transpose(1, 2)
+
+
+def _window_mask(length: int, window: int | None, causal: bool, device: torch.device) -> Tensor | None:
+    """(length, length) bool, or None where the window hides nothing that the causal flag does not hide anyway."""
+    if window is None or length <= window:
+        return None
+    position = torch.arange(length, device=device)
+    distance = position[:, None] - position[None, :]
+    return (distance >= 0) & (distance < window) if causal else distance.abs() < window
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    causal: bool,
+    mask: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """(B, h, Q, D). A mask, where given, says everything and the causal flag is not read."""
+    if softcap is None:
+        return sdpa(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=causal and mask is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = (query @ key.transpose(-1, -2)).float() * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is None and causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return torch.softmax(scores, dim=-1).to(value.dtype) @ value
+
+
+def _flash_varlen_fits(query: Tensor, value: Tensor, softcap: float | None) -> bool:
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[-1] == value.shape[-1] <= 256
+        and softcap is None
+        and importlib.util.find_spec("torch.nn.attention.varlen") is not None
+    )
+
+
+def _flash_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    scaling: float | None,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    """The same on a GPU in half precision: one call of torch's variable-length FlashAttention."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    cu = cu_seq_lens.to(torch.int32)
+    longest = int(cu.diff().max())
+    before = -1 if window is None else window - 1
+    out = varlen_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu,
+        cu,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(before, 0 if causal else before),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out.unsqueeze(0)

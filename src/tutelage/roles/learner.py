@@ -1,0 +1,38 @@
+"""A model that is trained: the SFT policy, or the reward model under training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tutelage.protocols import Engine, Loss, SeparableLoss
+from tutelage.types import Sequences, Stats
+
+
+class Learner:
+    """step, evaluate, state and export of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def step(self, batch: Any, loss: Loss) -> Stats:
+        return self.engine.step(batch, loss)
+
+    def evaluate(self, batch: Any, loss: SeparableLoss) -> Stats:
+        return self.engine.evaluate(batch, loss)
+
+    def scores(self, sequences: Sequences) -> Tensor:
+        """(B,) for a reward model under training."""
+        return self.engine.scores(sequences)
+
+    def state(self) -> dict[str, Any]:
+        return self.engine.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.engine.load_state(state)
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.engine.save_pretrained(folder)

@@ -1,0 +1,1 @@
+"""Generation in this process, from the training weights themselves."""

@@ -1,0 +1,171 @@
+"""How a token is drawn: the parameters of a request, and one vectorised sampler for all rows of a decode step.
+
+Shapes: B sequences, V vocabulary.
+
+The sampled distribution is softmax(logits / temperature), then optionally cut to a subset of the vocabulary and
+renormalised: top-k (Fan et al. 2018), then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024), each
+on what the one before it kept. A token is drawn by inverting the cumulative distribution at a keyed uniform number, so
+a draw depends on its key and counter alone, never on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tutelage.errors import RolloutError
+from tutelage.math.keyed import keyed_uniform
+from tutelage.math.logprobs import scaled_log_softmax
+
+TRAINING_PURPOSE = "rollout"
+"""The purpose of rollouts that a policy is trained on; other purposes may truncate the distribution."""
+
+_CHUNK_ELEMENTS = 1 << 24
+"""Bound on rows * V that the sampler holds in float64 at a time (128 MiB)."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What one generation request asks for.
+
+    temperature     divides the logits; above 0.
+    top_k           keep the k most likely tokens; ties go to the lower token id.
+    top_p           keep the fewest most likely tokens whose probabilities sum to at least p, in (0, 1].
+    min_p           keep tokens whose probability is at least min_p times that of the most likely one, in [0, 1].
+    max_new_tokens  length limit of a response; reaching it without a stop means truncated.
+    stop            strings that end a response when they appear in its text; that text is kept.
+    stop_token_ids  tokens that end a response besides the EOS tokens; the token is kept.
+    greedy          take the most likely token (the lowest id among equals) instead of drawing.
+    n               responses per prompt.
+    seed            replaces the engine's seed for this request.
+
+    Raises RolloutError for a value out of range, and for greedy together with a truncation that could not matter.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    greedy: bool = False
+    n: int = 1
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("temperature", math.isfinite(self.temperature) and self.temperature > 0, "a finite number above 0"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1, or None"),
+            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1, or None"),
+            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "from 0 to 1, or None"),
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("n", self.n >= 1, "at least 1"),
+            ("stop", not isinstance(self.stop, str) and all(self.stop), "a tuple of strings that are not empty"),
+        )
+        for name, holds, wanted in rules:
+            if not holds:
+                hint = "; greedy=True takes the most likely token" if name == "temperature" else ""
+                raise RolloutError(f"{name} is {getattr(self, name)!r}", fix=f"make it {wanted}{hint}")
+        if self.greedy and self.truncates:
+            raise RolloutError(
+                f"greedy decoding with {self.truncation}: a truncation never removes the most likely token",
+                fix="drop the truncation, or set greedy=False",
+            )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether the distribution is cut to a subset of the vocabulary."""
+        return self.top_k is not None or (self.top_p is not None and self.top_p < 1) or bool(self.min_p)
+
+    @property
+    def truncation(self) -> str:
+        """The truncation as text: `top_k=50, min_p=0.1`."""
+        names = ("top_k", "top_p", "min_p")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name) is not None)
+
+    def with_greedy(self) -> SamplingParams:
+        """The same request answered greedily, without truncation."""
+        return replace(self, greedy=True, top_k=None, top_p=None, min_p=None)
+
+
+def require_trainable(params: SamplingParams, purpose: str) -> None:
+    """Refuse a truncated distribution where a policy is trained on the samples.
+
+    The trainer's logprobs are of the whole softmax; samples from a cut one would give every ratio a bias.
+    """
+    if purpose == TRAINING_PURPOSE and params.truncates:
+        raise RolloutError(
+            f"{params.truncation} in rollouts that a policy is trained on",
+            fix="train without top_k, top_p and min_p; truncate in evaluation and chat only",
+        )
+
+
+def sampled_logprobs(logits_BV: Tensor, params: SamplingParams) -> Tensor:
+    """(B, V) float32: log of the distribution that a token is drawn from; minus infinity where truncation removed it.
+
+    logp = log softmax(logits / temperature), and after a truncation to the set K: logp - log sum_{v in K} exp(logp_v).
+    `greedy` is not looked at. Logits of lower precision are computed in float32.
+    """
+    logp_BV = scaled_log_softmax(logits_BV, params.temperature)
+    if not params.truncates:
+        return logp_BV
+    logp_BV = logp_BV.masked_fill(~_kept(logp_BV, params), -torch.inf)
+    return logp_BV - logp_BV.logsumexp(dim=-1, keepdim=True)
+
+
+def _kept(logp_BV: Tensor, params: SamplingParams) -> Tensor:
+    """(B, V) bool: tokens that survive top-k, top-p and min-p, each on the renormalised rest of the one before."""
+    sorted_BV, order_BV = logp_BV.sort(dim=-1, descending=True, stable=True)
+    p_BV = sorted_BV.double().exp()
+    keep_BV = torch.ones_like(p_BV, dtype=torch.bool)
+    if params.top_k is not None:
+        keep_BV[:, params.top_k :] = False
+        p_BV = p_BV * keep_BV
+    if params.top_p is not None and params.top_p < 1:
+        before_BV = p_BV.cumsum(dim=-1) - p_BV
+        keep_BV &= before_BV < params.top_p * p_BV.sum(dim=-1, keepdim=True)
+        keep_BV[:, 0] = True
+    if params.min_p:
+        keep_BV &= p_BV >= params.min_p * p_BV[:, :1]
+    return torch.zeros_like(keep_BV).scatter_(1, order_BV, keep_BV)
+
+
+def sample_tokens(
+    logits_BV: Tensor, keys_B: Tensor, counter_B: Tensor, params: SamplingParams
+) -> tuple[Tensor, Tensor]:
+    """(token_B int64, logp_B float32): one token per row and its logprob under the sampled distribution.
+
+    token = the smallest v with sum_{w <= v} p_w > u * sum p, where u = keyed_uniform(key, counter): the inverse
+    cumulative distribution, summed in float64. A token of probability 0 is never drawn. Greedy takes the
+    argmax; its logprob is that of softmax(logits / temperature).
+    Rows whose logits are not finite give a NaN logprob and no error here. Rows go through in chunks of bounded memory.
+    """
+    rows = max(1, _CHUNK_ELEMENTS // max(1, logits_BV.shape[1]))
+    parts = [
+        _sample_chunk(logits_bV, keys_b, counter_b, params)
+        for logits_bV, keys_b, counter_b in zip(
+            logits_BV.split(rows), keys_B.split(rows), counter_B.split(rows), strict=True
+        )
+    ]
+    return torch.cat([token for token, _ in parts]), torch.cat([logp for _, logp in parts])
+
+
+def _sample_chunk(
+    logits_BV: Tensor, keys_B: Tensor, counter_B: Tensor, params: SamplingParams
+) -> tuple[Tensor, Tensor]:
+    logp_BV = sampled_logprobs(logits_BV, params)
+    if params.greedy:
+        token_B = logits_BV.argmax(dim=-1)
+    else:
+        cdf_BV = logp_BV.exp().cumsum(dim=-1, dtype=torch.float64)
+        total_B1 = cdf_BV[:, -1:]
+        # Rounding may lift u * total to the total itself, past which there is no token.
+        below_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
+        target_B1 = torch.minimum(keyed_uniform(keys_B, counter_B)[:, None] * total_B1, below_B1)
+        token_B = torch.searchsorted(cdf_BV, target_B1, right=True).squeeze(1)
+        token_B = token_B.clamp_(max=logits_BV.shape[1] - 1)
+    return token_B, logp_BV.gather(1, token_B[:, None]).squeeze(1)

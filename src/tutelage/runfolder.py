@@ -1,0 +1,67 @@
+"""A run is a folder: its settings, lineage, metrics, samples, checkpoints and figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from tutelage.errors import CheckpointError
+from tutelage.reports.metrics_log import to_json, write_bytes
+
+PACKAGES = ("tutelage", "torch", "transformers", "tokenizers", "peft", "datasets", "safetensors", "numpy")
+
+
+def create(output_dir: str, name: str) -> Path:
+    """`output_dir/name`, or `name-2`, `name-3`... where a run of that name is there already."""
+    base = Path(output_dir)
+    for number in range(1, 10_000):
+        folder = base / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise CheckpointError(
+                f"the run folder {folder} cannot be made: {error.strerror}", fix="set output_dir to a writable folder"
+            ) from error
+        for part in ("samples", "checkpoints", "figures"):
+            (folder / part).mkdir()
+        return folder
+    raise CheckpointError(f"{base} holds 10,000 runs named {name}", fix="choose another name=...")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Written beside and renamed, so that a reader never sees half a file."""
+    write_bytes(path, (json.dumps(to_json(value), indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist", fix="name the folder of a run, such as runs/demo") from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}", fix="resume from another checkpoint") from error
+
+
+def write_samples(folder: Path, phase: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    """samples/PHASE.jsonl: one held-out answer a line."""
+    text = "".join(json.dumps(to_json(row), ensure_ascii=False) + "\n" for row in rows)
+    write_bytes(folder / "samples" / f"{phase}.jsonl", text.encode())
+
+
+def lineage(seed: int, data: Mapping[str, str], models: Mapping[str, str]) -> dict[str, Any]:
+    """What a run was made of: fingerprints of data and models, versions of packages, machine, seed."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "absent"
+    machine = {"python": platform.python_version(), "system": platform.platform(), "cpus": os.cpu_count()}
+    return {"seed": seed, "data": dict(data), "models": dict(models), "versions": versions, "machine": machine}

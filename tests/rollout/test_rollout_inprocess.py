@@ -1,0 +1,421 @@
+"""The in-process engine against plain transformers, and against itself in other batches and waves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from rollout_kit import PROMPTS, make_engine, make_model, make_prompts, plain_twin
+
+from tutelage.errors import RolloutError
+from tutelage.protocols import RolloutEngine
+from tutelage.rollout.inprocess.wave import plan_waves
+from tutelage.rollout.sampling import SamplingParams
+
+KINDS = ["llama", "gpt2"]
+
+
+def rows_of(rollout):
+    return list(zip(rollout.prompt_ids, rollout.samples.tolist(), rollout.sequences.response_rows(), strict=True))
+
+
+def test_it_is_a_rollout_engine(byte_tokenizer):
+    engine: RolloutEngine = make_engine(make_model("llama"), byte_tokenizer)
+    engine.publish(4)
+    rollout = engine.generate(make_prompts(PROMPTS))
+    assert rollout.weights_version.tolist() == [4] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_equals_transformers_generate(kind, byte_tokenizer):
+    model = make_model(kind)
+    rollout = make_engine(model, byte_tokenizer, max_new_tokens=20).generate(make_prompts(PROMPTS, greedy=True))
+    twin = plain_twin(model)
+    for prompt, response in zip(PROMPTS, rollout.sequences.response_rows(), strict=True):
+        ids = torch.tensor([prompt])
+        want = twin.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=257
+        )
+        assert response == want[0, len(prompt) :].tolist()
+    assert len({tuple(r) for r in rollout.sequences.response_rows()}) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_equal_a_full_forward_of_plain_transformers(kind, byte_tokenizer):
+    model = make_model(kind)
+    rollout = make_engine(model, byte_tokenizer, temperature=0.7).generate(make_prompts(PROMPTS, n=3))
+    twin = plain_twin(model)
+    logps = rollout.rollout_logp.rows()
+    for b, (tokens, start) in enumerate(
+        zip(rollout.sequences.tokens.rows(), rollout.sequences.prompt_lens.tolist(), strict=True)
+    ):
+        with torch.no_grad():
+            logits = twin(tokens[None]).logits[0].double() / 0.7
+        full = torch.log_softmax(logits, -1)[start - 1 : -1].gather(1, tokens[start:, None]).squeeze(1)
+        torch.testing.assert_close(logps[b].double(), full, atol=1e-5, rtol=0)
+        assert full.abs().max() > 0.5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_does_not_depend_on_its_batch_or_wave(kind, byte_tokenizer):
+    model = make_model(kind)
+    prompts = make_prompts(PROMPTS, n=3, step=5)
+    whole = make_engine(model, byte_tokenizer).generate(prompts)
+    small_waves = make_engine(model, byte_tokenizer, tokens_in_flight=64, prefill_tokens=4).generate(prompts)
+    assert rows_of(small_waves) == rows_of(whole)
+    torch.testing.assert_close(small_waves.rollout_logp.flat, whole.rollout_logp.flat, atol=1e-5, rtol=0)
+
+    reordered = make_engine(model, byte_tokenizer).generate(prompts.select([3, 1, 0, 2]))
+    assert sorted(rows_of(reordered)) == sorted(rows_of(whole))
+    logp_rows = whole.rollout_logp.rows()
+    for p in range(4):
+        alone = make_engine(model, byte_tokenizer).generate(replace(prompts.select([p]), n=1))
+        assert rows_of(alone) == rows_of(whole)[3 * p : 3 * p + 1]
+        torch.testing.assert_close(alone.rollout_logp.flat, logp_rows[3 * p], atol=1e-5, rtol=0)
+
+
+def test_rows_that_end_early_leave_the_others_unchanged(byte_tokenizer):
+    """Many EOS ids, so that rows end at different steps and are compacted away; without EOS nothing ends."""
+    model = make_model("llama")
+    prompts = make_prompts(PROMPTS, n=8)
+    free = make_engine(model, byte_tokenizer, eos_ids=(), max_new_tokens=30).generate(prompts)
+    eos_ids = tuple(range(0, 256, 9))
+    cut = make_engine(model, byte_tokenizer, eos_ids=eos_ids, max_new_tokens=30).generate(prompts)
+    assert len(set(cut.sequences.response_lens.tolist())) > 8
+    for long, short, finished in zip(
+        free.sequences.response_rows(), cut.sequences.response_rows(), cut.finished.tolist(), strict=True
+    ):
+        ends = [t for t, token in enumerate(long) if token in eos_ids]
+        assert short == (long[: ends[0] + 1] if ends else long)
+        assert finished == bool(ends)
+    for long, short in zip(free.rollout_logp.rows(), cut.rollout_logp.rows(), strict=True):
+        torch.testing.assert_close(short, long[: len(short)], atol=1e-5, rtol=0)
+
+
+def test_randomness_is_keyed_by_seed_step_prompt_sample_and_purpose(byte_tokenizer):
+    model = make_model("llama")
+    base = make_prompts([PROMPTS[0]])
+
+    def sample(prompts, **kwargs):
+        return make_engine(model, byte_tokenizer, **kwargs).generate(prompts).sequences.response_rows()[0]
+
+    first = sample(base)
+    assert sample(base) == first
+    others = [
+        sample(base, seed=4),
+        sample(replace(base, step=1)),
+        sample(replace(base, ids=("other",))),
+        sample(replace(base, purpose="evaluation")),
+        make_engine(model, byte_tokenizer).generate(replace(base, n=2)).sequences.response_rows()[1],
+    ]
+    assert all(other != first for other in others)
+    requested = make_engine(model, byte_tokenizer, seed=99)
+    params = SamplingParams(temperature=0.7, max_new_tokens=12, seed=3)
+    assert requested.complete(base, params).sequences.response_rows()[0] == first
+
+
+def test_samples_of_a_prompt_follow_the_models_distribution(byte_tokenizer):
+    """2,000 first tokens against the exact softmax of plain transformers (chi-square over the likely tokens)."""
+    from scipy import stats
+
+    model = make_model("llama")
+    rollout = make_engine(model, byte_tokenizer, max_new_tokens=1).generate(make_prompts([PROMPTS[2]], n=2000))
+    with torch.no_grad():
+        probs = torch.softmax(plain_twin(model)(torch.tensor([PROMPTS[2]])).logits[0, -1].double() / 0.7, -1)
+    first = torch.tensor(rollout.sequences.response_rows()).squeeze(1)
+    seen = torch.bincount(first, minlength=len(probs)).double()
+    common = probs > 10 / 2000
+    seen_bins = [*seen[common].tolist(), seen[~common].sum().item()]
+    want_bins = [*(probs[common] * 2000).tolist(), (probs[~common].sum() * 2000).item()]
+    assert len(seen_bins) > 5
+    assert stats.chisquare(seen_bins, want_bins).pvalue > 1e-3
+
+
+def test_fields_of_the_rollout(byte_tokenizer):
+    prompts = make_prompts(PROMPTS[:2], n=2)
+    rollout = make_engine(make_model("llama"), byte_tokenizer).generate(prompts)
+    assert rollout.group.tolist() == [0, 0, 1, 1]
+    assert rollout.samples.tolist() == [0, 1, 0, 1]
+    assert rollout.truths == (0, 0, 1, 1)
+    assert rollout.messages == (*[prompts.messages[0]] * 2, *[prompts.messages[1]] * 2)
+    assert rollout.sequences.prompt_rows() == [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]]
+    assert rollout.sequences.trained.flat.all()
+    assert rollout.rollout_logp.lens.tolist() == rollout.sequences.response_lens.tolist()
+    assert rollout.rollout_logp.flat.dtype == torch.float32
+
+
+def forced(tokens, byte_tokenizer, **kwargs):
+    """One prompt answered by a model whose head always puts everything on the given continuation."""
+    model = make_model("gpt2")
+    emitted = {}
+
+    def head(module, args, output):
+        output.logits[:] = 0.0
+        step = len(emitted)
+        emitted[step] = True
+        output.logits[..., tokens[min(step, len(tokens) - 1)]] = 60.0
+
+    model.register_forward_hook(head)
+    return make_engine(model, byte_tokenizer, **kwargs).generate(make_prompts([[1, 2]]))
+
+
+def ids(text, byte_tokenizer):
+    return byte_tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_eos_is_part_of_the_response_trained_and_not_in_the_text(byte_tokenizer):
+    rollout = forced([*ids("ab", byte_tokenizer), 256, 66], byte_tokenizer)
+    assert rollout.sequences.response_rows() == [[*ids("ab", byte_tokenizer), 256]]
+    assert rollout.texts == ("ab",)
+    assert rollout.finished.tolist() == [True]
+    assert rollout.sequences.trained.flat.tolist() == [True] * 3
+
+
+def test_several_eos_ids_and_one_that_the_tokenizer_does_not_call_special(byte_tokenizer):
+    (z,) = ids("z", byte_tokenizer)
+    rollout = forced([*ids("abz", byte_tokenizer), 66], byte_tokenizer, eos_ids=(256, z))
+    assert rollout.sequences.response_rows() == [ids("abz", byte_tokenizer)]
+    assert rollout.texts == ("ab",)
+
+
+def test_a_pad_token_is_an_ordinary_token(byte_tokenizer):
+    rollout = forced([257, *ids("a", byte_tokenizer), 256], byte_tokenizer)
+    assert rollout.sequences.response_rows() == [[257, *ids("a", byte_tokenizer), 256]]
+
+
+def test_a_stop_token_ends_and_is_kept(byte_tokenizer):
+    (q,) = ids("q", byte_tokenizer)
+    rollout = forced([*ids("abq", byte_tokenizer), 66], byte_tokenizer, stop_token_ids=(q,))
+    assert rollout.texts == ("abq",)
+    assert rollout.finished.tolist() == [True]
+
+
+def test_truncated_is_not_finished(byte_tokenizer):
+    rollout = forced(ids("abc", byte_tokenizer), byte_tokenizer, max_new_tokens=3)
+    assert rollout.finished.tolist() == [False]
+    rollout = forced([*ids("ab", byte_tokenizer), 256], byte_tokenizer, max_new_tokens=3)
+    assert rollout.finished.tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "kept"),
+    [
+        ("one two END three", ("END",), "one two END"),
+        ("abc\n\nHuman: hi", ("Human:", "\n\nHuman:"), "abc\n\nHuman:"),
+        ("a b c d", ("b ",), "a b "),
+        ("x €uro €", ("€",), "x €"),
+        ("aEaENaEND", ("END",), "aEaENaEND"),
+        ("none here", ("zzz",), "none here"),
+    ],
+)
+def test_stop_strings_span_tokens_and_their_text_is_kept(text, stop, kept, byte_tokenizer):
+    tokens = ids(text, byte_tokenizer)
+    rollout = forced(tokens, byte_tokenizer, stop=stop, max_new_tokens=len(tokens))
+    assert rollout.texts == (kept,)
+    assert rollout.sequences.response_rows() == [ids(kept, byte_tokenizer)]
+    assert rollout.finished.tolist() == [text != "none here"]
+
+
+def test_a_stop_string_may_be_a_special_token(byte_tokenizer):
+    rollout = forced([*ids("hi", byte_tokenizer), 258, 66], byte_tokenizer, stop=("<user>",))
+    assert rollout.sequences.response_rows() == [[*ids("hi", byte_tokenizer), 258]]
+    assert rollout.texts == ("hi",)
+
+
+def test_a_stop_string_in_the_prompt_or_across_its_end_does_not_count(byte_tokenizer):
+    model = make_model("llama")
+    prompts = make_prompts([ids("xEN", byte_tokenizer), ids("END", byte_tokenizer)])
+    plain = make_engine(model, byte_tokenizer).generate(prompts)
+    stopped = make_engine(model, byte_tokenizer, stop=("END",)).generate(prompts)
+    assert rows_of(stopped) == rows_of(plain)
+
+
+def test_only_rows_that_may_have_met_a_stop_string_are_decoded(byte_tokenizer, monkeypatch):
+    from tutelage.rollout.inprocess import stopping
+
+    seen = []
+    original = stopping.decode_rows
+    engine = make_engine(make_model("llama"), byte_tokenizer, stop=("#",), max_new_tokens=30)
+
+    def counting(decoder, rows, **kwargs):
+        seen.append([row[-1] for row in rows])
+        return original(decoder, rows, **kwargs)
+
+    monkeypatch.setattr(stopping, "decode_rows", counting)
+    rollout = engine.generate(make_prompts(PROMPTS, n=8))
+    sampled = sum(rollout.sequences.response_lens.tolist())
+    tails = sum(map(len, seen[1:]))
+    assert 0 < tails < sampled
+    (hash_id,) = ids("#", byte_tokenizer)
+    broken = {i for i in range(256) if "\ufffd" in byte_tokenizer.decode([i])}
+    assert {token for rows in seen[1:] for token in rows} <= broken | {hash_id}
+
+
+def test_a_prompt_that_does_not_fit_the_context_is_named(byte_tokenizer):
+    engine = make_engine(make_model("gpt2"), byte_tokenizer, max_new_tokens=60)
+    with pytest.raises(RolloutError, match=r"'p1-1-1-1-1' has 5 tokens and may get 60 more: 65, .* context is 64"):
+        engine.generate(make_prompts([[1] * 5]))
+    assert engine.generate(make_prompts([[1] * 4])).sequences.prompt_lens.tolist() == [4]
+
+
+def test_a_row_over_the_token_budget_is_named(byte_tokenizer):
+    engine = make_engine(make_model("gpt2"), byte_tokenizer, max_new_tokens=20, tokens_in_flight=24)
+    with pytest.raises(RolloutError, match=r"25, rollout.tokens_in_flight is 24"):
+        engine.generate(make_prompts([[1] * 5]))
+
+
+def test_an_empty_prompt_is_named(byte_tokenizer):
+    with pytest.raises(RolloutError, match="'p' is empty"):
+        make_engine(make_model("gpt2"), byte_tokenizer).generate(make_prompts([[]]))
+
+
+def test_truncated_sampling_is_refused_in_training_and_allowed_in_evaluation(byte_tokenizer):
+    model = make_model("gpt2")
+    with pytest.raises(RolloutError, match="top_k=3"):
+        make_engine(model, byte_tokenizer, top_k=3)
+    engine = make_engine(model, byte_tokenizer)
+    params = SamplingParams(top_k=1, temperature=0.7, max_new_tokens=12)
+    with pytest.raises(RolloutError, match="top_k=1"):
+        engine.complete(make_prompts(PROMPTS), params)
+    answers = engine.complete(make_prompts(PROMPTS, purpose="evaluation"), params)
+    greedy = engine.generate(make_prompts(PROMPTS, greedy=True))
+    assert rows_of(answers) == rows_of(greedy)
+    assert answers.rollout_logp.flat.abs().max() < 1e-6
+
+
+def test_an_evaluation_engine_may_truncate_by_default(byte_tokenizer):
+    engine = make_engine(make_model("gpt2"), byte_tokenizer, top_k=3, purpose="evaluation")
+    assert len(engine.generate(make_prompts(PROMPTS, purpose="evaluation"))) == 4
+    assert len(engine.generate(make_prompts(PROMPTS, purpose="evaluation", greedy=True))) == 4
+    with pytest.raises(RolloutError, match="top_k=3"):
+        engine.generate(make_prompts(PROMPTS))
+
+
+def test_complete_takes_bare_token_rows(byte_tokenizer):
+    engine = make_engine(make_model("llama"), byte_tokenizer)
+    answers = engine.complete(PROMPTS[:2], SamplingParams(n=2, max_new_tokens=5, top_p=0.9, temperature=0.7))
+    assert answers.prompt_ids == ("0", "0", "1", "1")
+    assert len(answers.texts) == 4
+    alone = engine.complete(PROMPTS[:1], SamplingParams(n=1, max_new_tokens=5, top_p=0.9, temperature=0.7))
+    assert alone.texts[0] == answers.texts[0]
+
+
+def test_modes_and_gradients_are_as_they_were(byte_tokenizer):
+    model = make_model("gpt2").train()
+    model.transformer.h[0].eval()
+    before = [m.training for m in model.modules()]
+    first = make_engine(model, byte_tokenizer).generate(make_prompts(PROMPTS))
+    assert [m.training for m in model.modules()] == before
+    quiet = make_engine(model.eval(), byte_tokenizer).generate(make_prompts(PROMPTS))
+    assert rows_of(first) == rows_of(quiet)  # GPT-2's dropout of 0.1 was off
+    loss = model(torch.tensor([[1, 2, 3]]), cu_seq_lens_q=torch.tensor([0, 3]), use_cache=False).logits.sum()
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_modes_come_back_after_an_error(byte_tokenizer):
+    model = make_model("gpt2").train()
+    model.lm_head.weight.data[:, 0] = float("nan")
+    with pytest.raises(RolloutError, match=r"logits for prompt 'p\S+' are not finite at response token 0"):
+        make_engine(model, byte_tokenizer).generate(make_prompts(PROMPTS))
+    assert all(m.training for m in model.modules())
+
+
+def test_activation_checkpointing_does_not_lose_the_cache(byte_tokenizer):
+    model = make_model("llama")
+    plain = make_engine(model, byte_tokenizer).generate(make_prompts(PROMPTS))
+    model.train()
+    model.gradient_checkpointing_enable()
+    assert rows_of(make_engine(model, byte_tokenizer).generate(make_prompts(PROMPTS))) == rows_of(plain)
+
+
+def test_changed_weights_are_sampled_at_once(byte_tokenizer):
+    model = make_model("llama")
+    engine = make_engine(model, byte_tokenizer)
+    engine.generate(make_prompts(PROMPTS))
+    model.load_state_dict(make_model("llama", seed=1).state_dict())
+    fresh = make_engine(make_model("llama", seed=1), byte_tokenizer).generate(make_prompts(PROMPTS))
+    assert rows_of(engine.generate(make_prompts(PROMPTS))) == rows_of(fresh)
+
+
+def test_an_adapter_is_on(byte_tokenizer):
+    from peft import LoraConfig, get_peft_model
+
+    model = make_model("llama")
+    before = make_engine(model, byte_tokenizer).generate(make_prompts(PROMPTS))
+    peft_model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    engine = make_engine(peft_model, byte_tokenizer)
+    assert rows_of(engine.generate(make_prompts(PROMPTS))) == rows_of(before)
+    torch.manual_seed(0)
+    for name, parameter in peft_model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    adapted = engine.generate(make_prompts(PROMPTS))
+    merged = plain_twin_of_merged(peft_model)
+    tokens, start = adapted.sequences.tokens.rows()[0], len(PROMPTS[0])
+    with torch.no_grad():
+        full = torch.log_softmax(merged(tokens[None]).logits[0] / 0.7, -1)[start - 1 : -1]
+    want = full.gather(1, tokens[start:, None]).squeeze(1)
+    torch.testing.assert_close(adapted.rollout_logp.rows()[0], want, atol=1e-4, rtol=0)
+    assert rows_of(adapted) != rows_of(before)
+
+
+def plain_twin_of_merged(peft_model):
+    import copy
+
+    merged = copy.deepcopy(peft_model).merge_and_unload()
+    return plain_twin(merged)
+
+
+def test_bfloat16_logits_are_sampled_in_float32(byte_tokenizer):
+    model = make_model("llama").to(torch.bfloat16)
+    rollout = make_engine(model, byte_tokenizer).generate(make_prompts(PROMPTS, n=4))
+    assert rollout.rollout_logp.flat.dtype == torch.float32
+    on_the_bfloat16_grid = rollout.rollout_logp.flat.to(torch.bfloat16).float() == rollout.rollout_logp.flat
+    assert on_the_bfloat16_grid.float().mean() < 0.5
+
+
+def test_the_forward_context_wraps_every_forward(byte_tokenizer):
+    model = make_model("llama")
+    engine = make_engine(
+        model, byte_tokenizer, forward_context=lambda: torch.autocast("cpu", dtype=torch.bfloat16), temperature=1.0
+    )
+    rollout = engine.generate(make_prompts(PROMPTS))
+    full = make_engine(model, byte_tokenizer, temperature=1.0).generate(make_prompts(PROMPTS))
+    gap = abs(rollout.rollout_logp.flat[0].item() - full.rollout_logp.flat[0].item())
+    assert 1e-6 < gap < 0.5
+
+
+def test_progress_counts_every_response_once(byte_tokenizer):
+    calls = []
+    engine = make_engine(
+        make_model("llama"),
+        byte_tokenizer,
+        eos_ids=tuple(range(0, 256, 9)),
+        tokens_in_flight=64,
+        progress=lambda done, total: calls.append((done, total)),
+    )
+    engine.generate(make_prompts(PROMPTS, n=3))
+    assert calls[-1] == (12, 12)
+    assert [done for done, _ in calls] == sorted({done for done, _ in calls})
+
+
+def test_another_attention_is_refused(byte_tokenizer):
+    with pytest.raises(RolloutError, match="'sdpa'"):
+        make_engine(make_model("llama", implementation="sdpa"), byte_tokenizer)
+
+
+def test_no_prompts_give_an_empty_rollout(byte_tokenizer):
+    assert len(make_engine(make_model("llama"), byte_tokenizer).generate(make_prompts([]))) == 0
+
+
+def test_waves_hold_every_row_once_within_the_budget():
+    lens = [5, 1, 9, 3, 3]
+    waves = list(plan_waves(lens, n=3, max_new_tokens=4, tokens_in_flight=26))
+    assert sorted(row for wave in waves for row in wave) == list(range(15))
+    for wave in waves:
+        assert len(wave) * (max(lens[row // 3] for row in wave) + 4) <= 26
+    # Lengths 1, 3, 3: three slots of 5 (a fourth, of 7, makes 28), then twice three of 7; 5: two of 9 and one,
+    # beside which one of 13 fits exactly; then one of 13 twice over.
+    assert [len(wave) for wave in waves] == [3, 3, 3, 2, 2, 2]
