@@ -1,0 +1,38 @@
+"""`tutelage check`: everything that can be validated before a weight is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tutelage.build.data import stage_data, training_source
+from tutelage.build.functions import load_gold, rule_sources
+from tutelage.config import PPOConfig, RewardModelConfig
+from tutelage.config.loading import Loaded
+from tutelage.models.load import require_model, weights_size
+
+
+def check_recipe(loaded: Loaded) -> list[str]:
+    """Lines that say what was found.  Raises TutelageError for what would stop the run."""
+    cfg = loaded.config
+    models = {"model": cfg.model.path}
+    if isinstance(cfg, PPOConfig):
+        if cfg.reward.model is not None:
+            models["reward"] = cfg.reward.model
+        if cfg.critic.init not in ("auto", "reward", "policy"):
+            models["critic"] = cfg.critic.init
+        rule_sources(cfg)
+        load_gold(cfg)
+    lines = []
+    for role, path in models.items():
+        require_model(path)
+        size = weights_size(path)
+        lines.append(f"{role}: {path}" + (f" ({size / 1e6:.1f} MB of weights)" if size else ""))
+    data = stage_data(cfg)
+    lines += data.prepared.preflight.lines()
+    _, steps = training_source(cfg, len(data.prepared.train))
+    held_out = len(data.prepared.eval)
+    lines.append(f"train: {len(data.prepared.train)} rows, held out: {held_out}, steps: {steps}")
+    if isinstance(cfg, RewardModelConfig) and cfg.reward_model.folds > 1:
+        lines.append(f"cross-validation: {cfg.reward_model.folds} models on grouped folds")
+    lines.append(f"run folder: {Path(cfg.output_dir) / cfg.name}")
+    return lines

@@ -1,0 +1,72 @@
+"""Data of a stage: read, converted, checked and split, before any weight is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from tutelage.config import AnyConfig, PPOConfig, RewardModelConfig, SFTConfig
+from tutelage.data.chat import ChatTemplate
+from tutelage.data.prepare import Prepared, prepare_demonstrations, prepare_pairs, prepare_prompts
+from tutelage.data.sampler import EpochSampler
+from tutelage.models.load import context_length, load_tokenizer
+from tutelage.types import Prompts
+
+
+@dataclass(frozen=True)
+class StageData:
+    """template: of the policy or reward model; prepared: train and eval; context: longest sequence of the model."""
+
+    template: ChatTemplate
+    prepared: Prepared[Any]
+    context: int | None
+
+
+def load_template(path: str, chat_template: str | None) -> ChatTemplate:
+    return ChatTemplate(load_tokenizer(path), chat_template)
+
+
+def stage_data(cfg: AnyConfig) -> StageData:
+    """Everything `check` can say about the data of a recipe.  Raises DataError over `data.max_bad_fraction`."""
+    template = load_template(cfg.model.path, cfg.model.chat_template)
+    context = context_length(cfg.model.path)
+    prepared: Prepared[Any]
+    if isinstance(cfg, SFTConfig):
+        prepared = prepare_demonstrations(cfg.data, template, cfg.sft.loss_on, cfg.seed, context=context)
+    elif isinstance(cfg, RewardModelConfig):
+        prepared = prepare_pairs(cfg.data, template, cfg.seed, context=context)
+    else:
+        room = None if context is None else context - cfg.rollout.max_new_tokens
+        prepared = prepare_prompts(cfg.data, template, cfg.seed, context=room)
+    prepared.preflight.refuse(cfg.data.max_bad_fraction)
+    return StageData(template, prepared, context)
+
+
+def training_source(cfg: AnyConfig, items: int) -> tuple[EpochSampler, int]:
+    """Batches of item indices, and the number of steps of the run.
+
+    PPO skips the last, smaller batch of a pass, so that every step has the batch the recipe names; where there are fewer
+    prompts than that, a pass is one batch of all of them.
+    """
+    if isinstance(cfg, PPOConfig):
+        size, epochs = min(cfg.rollout.prompts_per_step, items), cfg.epochs
+        sampler = EpochSampler(items, size, epochs, cfg.seed, drop_last=True)
+    else:
+        stage = cfg.sft if isinstance(cfg, SFTConfig) else cfg.reward_model
+        sampler = EpochSampler(items, stage.batch_size, stage.epochs, cfg.seed)
+    return sampler, min(sampler.steps, cfg.max_steps or sampler.steps)
+
+
+def batch_maker(data: Any, cfg: AnyConfig) -> Any:
+    """(indices, step) -> the batch of that step."""
+    if isinstance(data, Prompts):
+        assert isinstance(cfg, PPOConfig)
+        samples = cfg.rollout.samples_per_prompt
+
+        def prompts_of(index: Tensor, step: int) -> Prompts:
+            return replace(data.select(index.tolist()), step=step, n=samples)
+
+        return prompts_of
+    return lambda index, step: data.select(index)

@@ -1,0 +1,87 @@
+"""Grouped cross-validation of a reward model: every pair is judged once, by a model that never saw its prompt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tutelage import runfolder
+from tutelage.algorithms import ALGORITHMS
+from tutelage.build.data import StageData, training_source
+from tutelage.build.stages import reward_model_stage
+from tutelage.config import RewardModelConfig
+from tutelage.data.splits import grouped_folds
+from tutelage.errors import DataError
+from tutelage.math.reward_loss import pair_accuracy
+from tutelage.math.stats import wilson_interval
+from tutelage.reports.display import make_display
+from tutelage.reports.metrics_log import MetricsLog
+from tutelage.schedules import Synchronous
+from tutelage.transport.local import LocalTransport
+from tutelage.transport.roleset import RoleSet
+from tutelage.types import Pairs
+
+
+def cross_validate(cfg: RewardModelConfig, data: StageData, folder: Path, display: str) -> dict[str, Any]:
+    """Train `folds` models; accuracy over all pairs with its 95 % Wilson interval, and per fold."""
+    pairs, groups = everything(data)
+    folds = grouped_folds(groups, cfg.reward_model.folds, cfg.seed)
+    log, show = MetricsLog(folder), make_display(display, len(folds), f"{cfg.name}: folds")
+    for line in data.prepared.preflight.lines():
+        show.event("data", line)
+    show.start()
+    results = []
+    try:
+        for number, held_out in enumerate(folds, start=1):
+            rest = torch.cat([f for f in folds if f is not held_out])
+            correct = fold_correct(cfg, data, pairs.select(rest), pairs.select(held_out), show.phase)
+            accuracy = float(correct.mean())
+            results.append({"fold": number, "pairs": len(correct), "correct": float(correct.sum()), "accuracy": accuracy})
+            log.log(number, {"eval/accuracy": accuracy, "eval/pairs": len(correct)})
+            show.step(number, {"eval/accuracy": accuracy})
+    finally:
+        show.close()
+        log.close()
+    summary = {"run": str(folder), "folds": results, **overall(results)}
+    runfolder.write_json(folder / "summary.json", summary)
+    show.finish(summary)
+    return summary
+
+
+def everything(data: StageData) -> tuple[Pairs, list[str]]:
+    """All pairs again, with the group of each."""
+    prepared = data.prepared
+    if prepared.groups is None:
+        raise DataError("the data has no groups to fold by", fix="use preference data with prompts")
+    parts = [part for part in (prepared.train, prepared.eval) if len(part)]
+    return Pairs.concat(parts), [*prepared.groups, *(prepared.eval_groups or [])]
+
+
+def fold_correct(cfg: RewardModelConfig, data: StageData, train: Pairs, held_out: Pairs, progress: Any) -> torch.Tensor:
+    """(pairs of the fold,) 1, 0, or 0.5 for a tie, by a model trained on the rest from the same initial weights."""
+    torch.manual_seed(cfg.seed)
+    inside = replace(data, prepared=replace(data.prepared, train=train, eval=held_out))
+    stage = reward_model_stage(cfg, inside)
+    transport = LocalTransport()
+    roles = RoleSet({name: transport.handle(name, role) for name, role in stage.roles.items()})
+    algorithm = ALGORITHMS[cfg.algorithm]
+    schedule, state = Synchronous(algorithm, transport, roles, cfg), algorithm.initial_state(cfg)
+    source, steps = training_source(cfg, len(train))
+    for done, index in enumerate(source):
+        if done >= steps:
+            break
+        state = schedule.step(train.select(index), state).state
+        progress("updates", done + 1, steps)
+    chosen, rejected = (roles.reward.scores(side).gather() for side in (held_out.chosen, held_out.rejected))
+    return pair_accuracy(chosen, rejected)
+
+
+def overall(results: list[dict[str, Any]]) -> dict[str, Any]:
+    pairs, correct = sum(r["pairs"] for r in results), sum(r["correct"] for r in results)
+    accuracy, low, high = wilson_interval(correct, pairs)
+    return {"pairs": pairs, "accuracy": {"mean": accuracy, "low": low, "high": high}}
+
+

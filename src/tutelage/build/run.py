@@ -1,0 +1,139 @@
+"""A recipe becomes a run folder: assemble, train, draw; or go on from a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tutelage import runfolder
+from tutelage.algorithms import ALGORITHMS
+from tutelage.build.data import StageData, batch_maker, stage_data, training_source
+from tutelage.build.folds import cross_validate
+from tutelage.build.stages import Stage, build_stage
+from tutelage.checkpoints import Checkpoints
+from tutelage.config import AnyConfig, PPOConfig, RewardModelConfig, dump_config, load_resolved
+from tutelage.config.loading import Loaded
+from tutelage.controller import Controller
+from tutelage.errors import CheckpointError
+from tutelage.reports.display import Display, make_display
+from tutelage.reports.html import write_report
+from tutelage.reports.metrics_log import MetricsLog, write_bytes
+from tutelage.schedules import Synchronous
+from tutelage.trackers import make_trackers
+from tutelage.transport.local import LocalTransport
+from tutelage.transport.roleset import RoleSet
+
+
+@dataclass(frozen=True)
+class RunResult:
+    folder: Path
+    summary: dict[str, Any]
+
+    @property
+    def best_model(self) -> Path:
+        """The model folder that held-out quality chose."""
+        return self.folder / "checkpoints" / "best" / "model"
+
+
+def run_recipe(loaded: Loaded, display: str = "auto") -> RunResult:
+    """Train what the recipe says.  Raises TutelageError for anything the user can mend."""
+    cfg = loaded.config
+    data = stage_data(cfg)
+    if isinstance(cfg, RewardModelConfig) and cfg.reward_model.folds > 1:
+        folder = start_folder(cfg, data)
+        return RunResult(folder, cross_validate(cfg, data, folder, display))
+    torch.manual_seed(cfg.seed)
+    stage = build_stage(cfg, data)
+    folder = start_folder(cfg, data)
+    controller = assemble(cfg, data, stage, folder, display)
+    return finish(controller)
+
+
+def resume_run(folder: Path, display: str = "auto") -> RunResult:
+    """Go on from the last complete checkpoint of a run.  Raises CheckpointError where there is none."""
+    cfg = load_resolved(folder / "config.yaml")
+    latest = Checkpoints(folder / "checkpoints", "", 1).latest()
+    if latest is None:
+        raise CheckpointError(
+            f"{folder} has no complete checkpoint to resume from",
+            fix=f"start again with `tutelage run {folder / 'config.yaml'}`, and set checkpoint.every for next time",
+        )
+    data = stage_data(cfg)
+    require_same_lineage(folder, cfg, data)
+    torch.manual_seed(cfg.seed)
+    controller = assemble(cfg, data, build_stage(cfg, data), folder, display)
+    controller.restore(latest, ALGORITHMS[cfg.algorithm].state_from)
+    return finish(controller)
+
+
+def start_folder(cfg: AnyConfig, data: StageData) -> Path:
+    """The run folder with its resolved settings, lineage and preflight."""
+    folder = runfolder.create(cfg.output_dir, cfg.name)
+    write_bytes(folder / "config.yaml", dump_config(cfg).encode())
+    runfolder.write_json(folder / "lineage.json", lineage_of(cfg, data))
+    runfolder.write_json(folder / "preflight.json", data.prepared.preflight.as_dict())
+    return folder
+
+
+def lineage_of(cfg: AnyConfig, data: StageData) -> dict[str, Any]:
+    models = {"model": runfolder.model_fingerprint(cfg.model.path)}
+    if isinstance(cfg, PPOConfig) and cfg.reward.model is not None:
+        models["reward"] = runfolder.model_fingerprint(cfg.reward.model)
+    return runfolder.lineage(cfg.seed, {"data": data.prepared.fingerprint}, models)
+
+
+def require_same_lineage(folder: Path, cfg: AnyConfig, data: StageData) -> None:
+    """A resumed run needs the data and the models it started from; the reference is made of them again."""
+    then, now = runfolder.read_json(folder / "lineage.json"), lineage_of(cfg, data)
+    for kind in ("data", "models"):
+        for name, fingerprint in then[kind].items():
+            if now[kind].get(name) != fingerprint:
+                raise CheckpointError(
+                    f"the {name} of {folder} changed since the run began (fingerprint {fingerprint[:12]}, "
+                    f"now {str(now[kind].get(name))[:12]})",
+                    fix="put back what the run started from, or start a new run",
+                )
+
+
+def assemble(cfg: AnyConfig, data: StageData, stage: Stage, folder: Path, display: str) -> Controller:
+    """The controller with everything it drives."""
+    algorithm = ALGORITHMS[cfg.algorithm]
+    transport = LocalTransport()
+    roles = RoleSet({name: transport.handle(name, role) for name, role in stage.roles.items()})
+    source, total = training_source(cfg, len(data.prepared.train))
+    show = make_display(display, total, cfg.name)
+    for line in data.prepared.preflight.lines():
+        show.event("data", line)
+    for line in stage.notes:
+        show.event("model", line)
+    log = MetricsLog(folder)
+    stage.report_progress(show.phase)
+    return Controller(
+        folder=folder,
+        total_steps=total,
+        schedule=Synchronous(algorithm, transport, roles, cfg),
+        transport=transport,
+        roles=roles,
+        learners=stage.learners,
+        source=source,
+        make_batch=batch_maker(data.prepared.train, cfg),
+        evaluator=stage.evaluator(roles, folder),
+        evaluate_every=cfg.evaluation.every,
+        checkpoints=Checkpoints(folder / "checkpoints", stage.learners[0], cfg.checkpoint.keep),
+        checkpoint_every=cfg.checkpoint.every,
+        alarms=stage.alarms,
+        log=log,
+        display=show,
+        trackers=make_trackers(cfg.tracking, folder, cfg.name, cfg.model_dump()),
+        finish=None if stage.finish is None else lambda: stage.finish(roles),
+        state=algorithm.initial_state(cfg),
+    )
+
+
+def finish(controller: Controller) -> RunResult:
+    summary = controller.run()
+    write_report(controller.folder)
+    return RunResult(controller.folder, summary)
