@@ -51,17 +51,21 @@ def _characters() -> list[str]:
     return ["\n", *(chr(code) for code in range(32, 127))]
 
 
+def _character_bpe(specials: tuple[str, ...]) -> Tokenizer:
+    tokens = [*specials, *_characters(), *(first + second for first, second in MERGES)]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=MERGES, unk_token="<|endoftext|>"))
+    inner.decoder = decoders.Fuse()
+    return inner
+
+
 def build_tokenizer(*, eos: str | None = "<|im_end|>", pad: str | None = "<|im_end|>") -> PreTrainedTokenizerFast:
     """A character-level BPE over printable ASCII: 4 special tokens (ids 0..3), 96 characters, 13 merges, reversible.
 
     `<|endoftext|>` (0) doubles as the unknown token; `<|im_start|>` is 1, `<|im_end|>` 2, `<|pad|>` 3.
     """
-    tokens = [*SPECIALS, *_characters(), *(first + second for first, second in MERGES)]
-    vocab = {token: index for index, token in enumerate(tokens)}
-    inner = Tokenizer(models.BPE(vocab=vocab, merges=MERGES, unk_token="<|endoftext|>"))
-    inner.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
+        tokenizer_object=_character_bpe(SPECIALS),
         unk_token="<|endoftext|>",
         eos_token=eos,
         pad_token=pad,
@@ -95,16 +99,13 @@ def _wordpieces(tokens: list[str]) -> dict[str, int]:
 
 def build_gpt2_tokenizer() -> PreTrainedTokenizerFast:
     """As the real gpt2's: one special token, `<|endoftext|>`, which is BOS and EOS; no pad token, no chat template."""
-    tokenizer = build_tokenizer(eos="<|endoftext|>", pad=None)
-    plain = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer,
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_character_bpe(("<|endoftext|>",)),
         unk_token="<|endoftext|>",
         bos_token="<|endoftext|>",
         eos_token="<|endoftext|>",
         clean_up_tokenization_spaces=False,
     )
-    assert plain.pad_token is None
-    return plain
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:

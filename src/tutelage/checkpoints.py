@@ -28,7 +28,7 @@ COMPLETE = "state.json"
 
 
 class Checkpoints:
-    """The checkpoints of one run.  `exported` names the role whose model folder is written."""
+    """The checkpoints of one run.  `exported` names the role whose model folder is written; roles are handles."""
 
     def __init__(self, folder: Path, exported: str, keep: int) -> None:
         self.folder = folder
@@ -36,15 +36,15 @@ class Checkpoints:
         self.keep = keep
 
     def save(self, step: int, roles: Mapping[str, Any], state: Mapping[str, Any]) -> Path:
-        """Write a checkpoint, then delete the oldest beyond `keep`.  A CheckpointError leaves the earlier ones intact."""
+        """Write a checkpoint, then delete the oldest beyond `keep`.  Where it fails, the earlier ones stay intact."""
         target = self.folder / f"step_{step:06d}"
         partial = self.folder / f".step_{step:06d}.partial"
-        flat = {name: flatten(role.state()) for name, role in roles.items()}
+        flat = {name: flatten(role.state().gather()) for name, role in roles.items()}
         self._require_space(sum(nbytes(tensors) for tensors, _ in flat.values()))
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            roles[self.exported].save_pretrained(partial / "model")
+            roles[self.exported].save_pretrained(partial / "model").gather()
             for name, (tensors, plain) in flat.items():
                 save_file({k: t.contiguous() for k, t in tensors.items()}, partial / f"{name}.safetensors")
                 write_json(partial / f"{name}.json", plain)
@@ -80,7 +80,7 @@ class Checkpoints:
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            role.save_pretrained(partial / "model")
+            role.save_pretrained(partial / "model").gather()
             write_json(partial / "quality.json", {"step": step, "quality": quality, "measured_by": measured_by})
             shutil.rmtree(target, ignore_errors=True)
             os.replace(partial, target)
@@ -108,7 +108,7 @@ class Checkpoints:
                     f"{path / name}.safetensors cannot be read: {error}",
                     fix="delete this checkpoint folder and resume from the one before it",
                 ) from error
-            role.load_state(unflatten(tensors, read_json(path / f"{name}.json")))
+            role.load_state(unflatten(tensors, read_json(path / f"{name}.json"))).gather()
         return read_json(path / COMPLETE)
 
 

@@ -148,7 +148,7 @@ class Controller:
 
     def checkpoint(self) -> None:
         handles = {name: getattr(self.roles, name) for name in self.learners}
-        evaluator_state = getattr(self.evaluator, "state", dict)()
+        evaluator_state = self.evaluator.state() if hasattr(self.evaluator, "state") else {}  # type: ignore[union-attr]
         state = {
             "done": self.done,
             "algorithm": self.state.state_dict(),

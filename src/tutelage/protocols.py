@@ -34,8 +34,8 @@ class SeparableLoss(Protocol):
     items    on any selection of items: (N,) losses in the order of `weights(selection)`, and named statistics.
     """
 
-    outputs: frozenset[str]
-
+    @property
+    def outputs(self) -> frozenset[str]: ...
     def weights(self, batch: Any) -> Ragged: ...
     def items(self, out: Outputs, batch: Any) -> tuple[Tensor, Stats]: ...
 
@@ -48,8 +48,8 @@ class CoupledLoss(Protocol):
     couple   on the whole mini-batch: a scalar loss as a differentiable function of all (B, K) scalars, and statistics.
     """
 
-    outputs: frozenset[str]
-
+    @property
+    def outputs(self) -> frozenset[str]: ...
     def scalars(self, out: Outputs, batch: Any) -> Tensor: ...
     def couple(self, scalars_BK: Tensor, batch: Any) -> tuple[Tensor, Stats]: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -17,10 +18,17 @@ PACKAGES = ("tutelage", "torch", "transformers", "tokenizers", "peft", "datasets
 
 
 def create(output_dir: str, name: str) -> Path:
-    """`output_dir/name`, or `name-2`, `name-3`... where a run of that name is there already."""
-    base = Path(output_dir)
+    """A new run folder: `output_dir/name`, or `name-2`, `name-3`... where that is there already."""
+    folder = fresh(Path(output_dir) / name)
+    for part in ("samples", "checkpoints", "figures"):
+        (folder / part).mkdir()
+    return folder
+
+
+def fresh(wanted: Path) -> Path:
+    """Make the folder `wanted`, or the first free one of `wanted-2`, `wanted-3`...  Raises CheckpointError."""
     for number in range(1, 10_000):
-        folder = base / (name if number == 1 else f"{name}-{number}")
+        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
@@ -29,10 +37,8 @@ def create(output_dir: str, name: str) -> Path:
             raise CheckpointError(
                 f"the run folder {folder} cannot be made: {error.strerror}", fix="set output_dir to a writable folder"
             ) from error
-        for part in ("samples", "checkpoints", "figures"):
-            (folder / part).mkdir()
         return folder
-    raise CheckpointError(f"{base} holds 10,000 runs named {name}", fix="choose another name=...")
+    raise CheckpointError(f"{wanted.parent} holds 10,000 runs named {wanted.name}", fix="choose another name")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -65,3 +71,17 @@ def lineage(seed: int, data: Mapping[str, str], models: Mapping[str, str]) -> di
             versions[package] = "absent"
     machine = {"python": platform.python_version(), "system": platform.platform(), "cpus": os.cpu_count()}
     return {"seed": seed, "data": dict(data), "models": dict(models), "versions": versions, "machine": machine}
+
+
+def model_fingerprint(path: str) -> str:
+    """SHA-256 of the file names, sizes, settings and weights of a model folder; of a hub name, the name itself."""
+    folder = Path(path)
+    digest = hashlib.sha256()
+    if not folder.is_dir():
+        digest.update(path.encode())
+        return digest.hexdigest()
+    for file in sorted(p for p in folder.iterdir() if p.is_file()):
+        digest.update(f"{file.name}:{file.stat().st_size}".encode())
+        if file.suffix in (".json", ".safetensors"):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
 from rollout_kit import PROMPTS, make_engine, make_model, make_prompts, plain_twin
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from tutelage.errors import RolloutError
+from tutelage.math.keyed import keyed_uniform, sample_key
 from tutelage.protocols import RolloutEngine
+from tutelage.rollout.inprocess.stopping import Stopping
 from tutelage.rollout.inprocess.wave import plan_waves
 from tutelage.rollout.sampling import SamplingParams
 
@@ -115,6 +120,22 @@ def test_randomness_is_keyed_by_seed_step_prompt_sample_and_purpose(byte_tokeniz
     assert requested.complete(base, params).sequences.response_rows()[0] == first
 
 
+def test_token_t_inverts_the_softmax_at_draw_t_of_the_key(byte_tokenizer):
+    """A slow reference: one sample at a time, a full forward of plain transformers per token, a loop over the sum."""
+    model = make_model("llama")
+    rollout = make_engine(model, byte_tokenizer).generate(make_prompts(PROMPTS[:2], n=2, step=6))
+    twin = plain_twin(model)
+    for b, (prompt_id, sample, response) in enumerate(rows_of(rollout)):
+        key_B = torch.tensor([sample_key(3, 6, prompt_id, sample, "rollout")])
+        tokens = list(PROMPTS[b // 2])
+        for t in range(len(response)):
+            with torch.no_grad():
+                probs = torch.softmax(twin(torch.tensor([tokens])).logits[0, -1].double() / 0.7, -1).tolist()
+            u = keyed_uniform(key_B, t).item()
+            tokens.append(next(token for token, below in enumerate(accumulate(probs)) if u < below))
+        assert tokens[len(PROMPTS[b // 2]) :] == response
+
+
 def test_samples_of_a_prompt_follow_the_models_distribution(byte_tokenizer):
     """2,000 first tokens against the exact softmax of plain transformers (chi-square over the likely tokens)."""
     from scipy import stats
@@ -215,6 +236,17 @@ def test_stop_strings_span_tokens_and_their_text_is_kept(text, stop, kept, byte_
     assert rollout.texts == (kept,)
     assert rollout.sequences.response_rows() == [ids(kept, byte_tokenizer)]
     assert rollout.finished.tolist() == [text != "none here"]
+
+
+def test_a_stop_string_may_end_in_a_space_that_the_next_token_brings():
+    """A word-piece decoder puts the space between two tokens: neither token's own text has it."""
+    backend = Tokenizer(models.WordPiece({"[UNK]": 0, "yes": 1, "no": 2, "##t": 3}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    stopping = Stopping(PreTrainedTokenizerFast(tokenizer_object=backend), (), ("no ",), torch.device("cpu"))
+    tokens_XT = torch.tensor([[1, 2, 1], [1, 2, 3], [2, 1, 1]])
+    rows, alive = torch.tensor([2, 0, 1]), torch.tensor([False, True, True])
+    assert stopping.ended(tokens_XT[rows, 1], tokens_XT, rows, alive, 2).tolist() == [False, False, False]
+    assert stopping.ended(tokens_XT[rows, 2], tokens_XT, rows, alive, 3).tolist() == [False, True, False]
 
 
 def test_a_stop_string_may_be_a_special_token(byte_tokenizer):
@@ -417,5 +449,5 @@ def test_waves_hold_every_row_once_within_the_budget():
     for wave in waves:
         assert len(wave) * (max(lens[row // 3] for row in wave) + 4) <= 26
     # Lengths 1, 3, 3: three slots of 5 (a fourth, of 7, makes 28), then twice three of 7; 5: two of 9 and one,
-    # beside which one of 13 fits exactly; then one of 13 twice over.
+    # beside which one of 13 fits exactly; then two of 13.
     assert [len(wave) for wave in waves] == [3, 3, 3, 2, 2, 2]

@@ -101,7 +101,10 @@ def test_truncated_draws_stay_in_the_support_and_report_its_logprob():
     probs = [0.1, 0.4, 0.2, 0.3]
     token_B, logp_B = draw([math.log(p) for p in probs], 5000, top_k=2)
     assert set(token_B.tolist()) == {1, 3}
-    assert stats.chisquare([int((token_B == 1).sum()), int((token_B == 3).sum())], [5000 * 4 / 7, 5000 * 3 / 7]).pvalue > 1e-3
+    assert (
+        stats.chisquare([int((token_B == 1).sum()), int((token_B == 3).sum())], [5000 * 4 / 7, 5000 * 3 / 7]).pvalue
+        > 1e-3
+    )
     want = {1: math.log(4 / 7), 3: math.log(3 / 7)}
     torch.testing.assert_close(logp_B, torch.tensor([want[t] for t in token_B.tolist()]))
 

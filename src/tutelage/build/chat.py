@@ -14,7 +14,7 @@ from tutelage.rollout.sampling import SamplingParams
 
 
 class ChatEngine:
-    """complete(messages, **sampling) -> text; sampling is what `SamplingParams` takes, truncation included, and a seed."""
+    """complete(messages, seed, **sampling) -> text; sampling is what `SamplingParams` takes, truncation included."""
 
     def __init__(self, path: str) -> None:
         self.template = load_template(path, None)

@@ -30,7 +30,7 @@ def check_recipe(loaded: Loaded) -> list[str]:
     data = stage_data(cfg)
     lines += data.prepared.preflight.lines()
     _, steps = training_source(cfg, len(data.prepared.train))
-    held_out = len(data.prepared.eval)
+    held_out = 0 if data.prepared.eval is None else len(data.prepared.eval)
     lines.append(f"train: {len(data.prepared.train)} rows, held out: {held_out}, steps: {steps}")
     if isinstance(cfg, RewardModelConfig) and cfg.reward_model.folds > 1:
         lines.append(f"cross-validation: {cfg.reward_model.folds} models on grouped folds")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +13,9 @@ from tutelage.config import AnyConfig, PPOConfig, RewardModelConfig, SFTConfig
 from tutelage.data.chat import ChatTemplate
 from tutelage.data.prepare import Prepared, prepare_demonstrations, prepare_pairs, prepare_prompts
 from tutelage.data.sampler import EpochSampler
+from tutelage.data.templates import BUILT_IN
 from tutelage.models.load import context_length, load_tokenizer
+from tutelage.runfolder import write_json
 from tutelage.types import Prompts
 
 
@@ -24,8 +28,21 @@ class StageData:
     context: int | None
 
 
+TEMPLATE_FILE = "tutelage_template.json"
+
+
 def load_template(path: str, chat_template: str | None) -> ChatTemplate:
+    """The tokenizer of a model folder with the template asked for, else the built-in one it was trained with."""
+    trained_with = Path(path).expanduser() / TEMPLATE_FILE
+    if chat_template is None and trained_with.is_file():
+        chat_template = json.loads(trained_with.read_text(encoding="utf8"))["chat_template"]
     return ChatTemplate(load_tokenizer(path), chat_template)
+
+
+def write_template(template: ChatTemplate, folder: Path) -> None:
+    """Beside an exported model: the name of its built-in template.  Any other template is in the tokenizer."""
+    if template.name in BUILT_IN:
+        write_json(folder / TEMPLATE_FILE, {"chat_template": template.name})
 
 
 def stage_data(cfg: AnyConfig) -> StageData:
@@ -38,17 +55,17 @@ def stage_data(cfg: AnyConfig) -> StageData:
     elif isinstance(cfg, RewardModelConfig):
         prepared = prepare_pairs(cfg.data, template, cfg.seed, context=context)
     else:
-        room = None if context is None else context - cfg.rollout.max_new_tokens
-        prepared = prepare_prompts(cfg.data, template, cfg.seed, context=room)
-    prepared.preflight.refuse(cfg.data.max_bad_fraction)
+        prepared = prepare_prompts(
+            cfg.data, template, cfg.seed, context=context, max_new_tokens=cfg.rollout.max_new_tokens
+        )
     return StageData(template, prepared, context)
 
 
 def training_source(cfg: AnyConfig, items: int) -> tuple[EpochSampler, int]:
     """Batches of item indices, and the number of steps of the run.
 
-    PPO skips the last, smaller batch of a pass, so that every step has the batch the recipe names; where there are fewer
-    prompts than that, a pass is one batch of all of them.
+    PPO skips the last, smaller batch of a pass, so that every step has the batch the recipe names; where there are
+    fewer prompts than that, a pass is one batch of all of them.
     """
     if isinstance(cfg, PPOConfig):
         size, epochs = min(cfg.rollout.prompts_per_step, items), cfg.epochs

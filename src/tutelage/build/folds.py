@@ -14,7 +14,6 @@ from tutelage.build.data import StageData, training_source
 from tutelage.build.stages import reward_model_stage
 from tutelage.config import RewardModelConfig
 from tutelage.data.splits import grouped_folds
-from tutelage.errors import DataError
 from tutelage.math.reward_loss import pair_accuracy
 from tutelage.math.stats import wilson_interval
 from tutelage.reports.display import make_display
@@ -39,7 +38,9 @@ def cross_validate(cfg: RewardModelConfig, data: StageData, folder: Path, displa
             rest = torch.cat([f for f in folds if f is not held_out])
             correct = fold_correct(cfg, data, pairs.select(rest), pairs.select(held_out), show.phase)
             accuracy = float(correct.mean())
-            results.append({"fold": number, "pairs": len(correct), "correct": float(correct.sum()), "accuracy": accuracy})
+            results.append(
+                {"fold": number, "pairs": len(correct), "correct": float(correct.sum()), "accuracy": accuracy}
+            )
             log.log(number, {"eval/accuracy": accuracy, "eval/pairs": len(correct)})
             show.step(number, {"eval/accuracy": accuracy})
     finally:
@@ -54,10 +55,9 @@ def cross_validate(cfg: RewardModelConfig, data: StageData, folder: Path, displa
 def everything(data: StageData) -> tuple[Pairs, list[str]]:
     """All pairs again, with the group of each."""
     prepared = data.prepared
-    if prepared.groups is None:
-        raise DataError("the data has no groups to fold by", fix="use preference data with prompts")
-    parts = [part for part in (prepared.train, prepared.eval) if len(part)]
-    return Pairs.concat(parts), [*prepared.groups, *(prepared.eval_groups or [])]
+    if prepared.eval is None:
+        return prepared.train, prepared.groups
+    return Pairs.concat([prepared.train, prepared.eval]), [*prepared.groups, *prepared.eval_groups]
 
 
 def fold_correct(cfg: RewardModelConfig, data: StageData, train: Pairs, held_out: Pairs, progress: Any) -> torch.Tensor:
@@ -83,5 +83,3 @@ def overall(results: list[dict[str, Any]]) -> dict[str, Any]:
     pairs, correct = sum(r["pairs"] for r in results), sum(r["correct"] for r in results)
     accuracy, low, high = wilson_interval(correct, pairs)
     return {"pairs": pairs, "accuracy": {"mean": accuracy, "low": low, "high": high}}
-
-

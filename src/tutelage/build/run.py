@@ -18,7 +18,7 @@ from tutelage.config import AnyConfig, PPOConfig, RewardModelConfig, dump_config
 from tutelage.config.loading import Loaded
 from tutelage.controller import Controller
 from tutelage.errors import CheckpointError
-from tutelage.reports.display import Display, make_display
+from tutelage.reports.display import make_display
 from tutelage.reports.html import write_report
 from tutelage.reports.metrics_log import MetricsLog, write_bytes
 from tutelage.schedules import Synchronous
@@ -102,6 +102,7 @@ def assemble(cfg: AnyConfig, data: StageData, stage: Stage, folder: Path, displa
     """The controller with everything it drives."""
     algorithm = ALGORITHMS[cfg.algorithm]
     transport = LocalTransport()
+    last_word = stage.finish
     roles = RoleSet({name: transport.handle(name, role) for name, role in stage.roles.items()})
     source, total = training_source(cfg, len(data.prepared.train))
     show = make_display(display, total, cfg.name)
@@ -128,7 +129,7 @@ def assemble(cfg: AnyConfig, data: StageData, stage: Stage, folder: Path, displa
         log=log,
         display=show,
         trackers=make_trackers(cfg.tracking, folder, cfg.name, cfg.model_dump()),
-        finish=None if stage.finish is None else lambda: stage.finish(roles),
+        finish=None if last_word is None else lambda: last_word(roles),
         state=algorithm.initial_state(cfg),
     )
 

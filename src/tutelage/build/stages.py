@@ -10,11 +10,13 @@ from typing import Any
 from tutelage.alarms import Alarms
 from tutelage.algorithms.reward_model import PairLoss
 from tutelage.algorithms.sft import SFTLoss
-from tutelage.build.data import StageData, training_source
-from tutelage.build.functions import load_gold, rule_sources
+from tutelage.build.critic import build_critic
+from tutelage.build.data import StageData, training_source, write_template
+from tutelage.build.device import device
+from tutelage.build.functions import load_gold
+from tutelage.build.reward import build_reward
 from tutelage.config import AnyConfig, PPOConfig, RewardModelConfig, SFTConfig
 from tutelage.engines.local import LocalEngine
-from tutelage.errors import ModelError
 from tutelage.evals.answers import HeldOutAnswers, first_prompts
 from tutelage.evals.evaluation import Evaluator, HeldOutLoss
 from tutelage.models.load import load_causal_lm, load_scalar_model
@@ -52,51 +54,55 @@ def build_stage(cfg: AnyConfig, data: StageData) -> Stage:
 
 def sft_stage(cfg: SFTConfig, data: StageData) -> Stage:
     _, steps = training_source(cfg, len(data.prepared.train))
-    engine = LocalEngine(load_causal_lm(cfg.model), cfg.optim, total_updates=steps)
+    policy = load_causal_lm(cfg.model, data.template.tokenizer, seed=cfg.seed, device=device())
+    engine = LocalEngine(policy, cfg.optim, total_updates=steps)
     held_out, loss = data.prepared.eval, SFTLoss(cfg.sft.aggregation)
 
     def evaluator(roles: Any, folder: Path) -> Evaluator | None:
-        if not len(held_out):
+        if held_out is None:
             return None
         return HeldOutLoss(roles.actor, held_out, loss, cfg.evaluation.max_rows)
 
-    return Stage({"actor": Learner(engine)}, ("actor",), evaluator)
+    return Stage({"actor": Learner(engine, exporter(data))}, ("actor",), evaluator)
 
 
 def reward_model_stage(cfg: RewardModelConfig, data: StageData) -> Stage:
     train, held_out, loss = data.prepared.train, data.prepared.eval, PairLoss.of(cfg)
     _, steps = training_source(cfg, len(train))
     settings = cfg.reward_model
-    model = load_scalar_model(cfg.model, kind="reward", pooling=settings.pooling)
+    model = load_scalar_model(
+        cfg.model, "reward", settings.pooling, data.template.tokenizer, seed=cfg.seed, device=device()
+    )
     engine = LocalEngine(model, cfg.optim, total_updates=steps, train_layers=settings.train_layers)
 
     def evaluator(roles: Any, folder: Path) -> Evaluator | None:
-        return HeldOutLoss(roles.reward, held_out, loss, cfg.evaluation.max_rows) if len(held_out) else None
+        if held_out is None:
+            return None
+        return HeldOutLoss(roles.reward, held_out, loss, cfg.evaluation.max_rows)
 
     def centre(roles: Any) -> Mapping[str, Any]:
-        """Shift the bias so that chosen training answers score 0 on average (arXiv:2403.17031, reward normalisation)."""
+        """Shift the bias so that chosen training answers score 0 on average (Stiennon et al. 2020)."""
         mean = float(roles.reward.scores(train.chosen).gather().double().mean())
         engine.shift_bias(-mean)
         return {"bias_shift": -mean}
 
     finish = centre if settings.centre_on_chosen else None
-    return Stage({"reward": Learner(engine)}, ("reward",), evaluator, finish=finish)
+    return Stage({"reward": Learner(engine, exporter(data))}, ("reward",), evaluator, finish=finish)
 
 
 def ppo_stage(cfg: PPOConfig, data: StageData) -> Stage:
     _, steps = training_source(cfg, len(data.prepared.train))
     updates = steps * cfg.ppo.epochs * cfg.ppo.minibatches
-    temperature = cfg.rollout.temperature
-    policy = load_causal_lm(cfg.model)
-    engine = LocalEngine(policy, cfg.optim, total_updates=updates)
-    uses_lora = cfg.model.lora_rank > 0
-    reference = engine if uses_lora else LocalEngine.frozen(policy.snapshot(), cfg.optim)
-    sources, reward_notes = reward_sources(cfg, data)
-    critic, critic_note = build_critic(cfg, policy, sources.model, updates)
+    temperature, uses_lora = cfg.rollout.temperature, cfg.model.lora_rank > 0
+    policy = load_causal_lm(cfg.model, data.template.tokenizer, seed=cfg.seed, device=device())
+    engine = LocalEngine(policy, cfg.optim, total_updates=updates, temperature=temperature)
+    reference = engine if uses_lora else engine.snapshot()
+    reward = build_reward(cfg, data)
+    critic, critic_note = build_critic(cfg, policy, reward.model, updates)
     rollout = InProcessRollout(
         policy.model,
         data.template.tokenizer,
-        data.template.special.eos_ids,
+        data.template.eos_ids,
         SamplingParams(
             temperature=temperature, max_new_tokens=cfg.rollout.max_new_tokens, stop=tuple(cfg.rollout.stop)
         ),
@@ -104,24 +110,32 @@ def ppo_stage(cfg: PPOConfig, data: StageData) -> Stage:
         tokens_in_flight=cfg.rollout.tokens_in_flight,
         forward_context=engine.forward_context,
     )
-    held_out, gold = first_prompts(data.prepared.eval, cfg.evaluation.prompts), load_gold(cfg)
+    held_out, gold = data.prepared.eval, load_gold(cfg)
 
     def evaluator(roles: Any, folder: Path) -> Evaluator | None:
-        return HeldOutAnswers(roles, held_out, gold, folder, cfg.kl.coef) if len(held_out) else None
+        if held_out is None:
+            return None
+        prompts = first_prompts(held_out, cfg.evaluation.prompts)
+        return HeldOutAnswers(roles, prompts, gold, folder, cfg.kl.coef)
 
     def report_progress(progress: Progress) -> None:
         rollout.progress = lambda done, total: progress("rollout", done, total)
 
     return Stage(
         roles={
-            "actor": Actor(engine, rollout, temperature),
+            "actor": Actor(engine, rollout, temperature, exporter(data)),
             "critic": Critic(critic),
             "reference": Reference(reference, temperature, adapter=not uses_lora),
-            "reward": Reward(sources.mix),
+            "reward": Reward(reward.mix),
         },
         learners=("actor", "critic"),
         evaluator=evaluator,
         alarms=Alarms(cfg),
-        notes=[*reward_notes, critic_note],
+        notes=[*reward.notes, critic_note],
         report_progress=report_progress,
     )
+
+
+def exporter(data: StageData) -> Callable[[Path], None]:
+    """What a model folder needs besides the model: which template it was trained with."""
+    return lambda folder: write_template(data.template, folder)

@@ -12,6 +12,7 @@ from tutelage.cli.console import Commands
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},

@@ -27,18 +27,20 @@ class Commands(TyperGroup):
     Exit codes: 2 for a config that cannot be used (as for wrong usage), 1 for every other TutelageError.
     """
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
         ctx.meta["debug"] = "--debug" in args[:end]
-        return super().parse_args(ctx, [a for i, a in enumerate(args) if a != "--debug" or i > end])  # type: ignore[arg-type]
+        return super().parse_args(ctx, [a for i, a in enumerate(args) if a != "--debug" or i > end])
 
-    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+    def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)  # type: ignore[arg-type]
+            return super().invoke(ctx)
         except TutelageError as error:
             if ctx.meta["debug"]:
                 raise
             typer.echo(f"{type(error).__name__}: {error}", err=True)
+            for note in getattr(error, "__notes__", []):
+                typer.echo(f"  {note}", err=True)
             raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
 
 
@@ -76,23 +78,6 @@ def show(renderable: RenderableType) -> None:
     from rich.console import Console
 
     Console().print(renderable)
-
-
-def show_pairs(title: str, pairs: Mapping[str, Any], plain: bool) -> None:
-    """A two-column table, or `name: value` lines."""
-    rows = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in pairs.items()}
-    if plain:
-        typer.echo(title)
-        for name, text in rows.items():
-            typer.echo(f"  {name}: {text}")
-        return
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=title, title_justify="left", show_header=False)
-    for name, text in rows.items():
-        table.add_row(Text(name), Text(text, overflow="fold"))
-    show(table)
 
 
 def require_run(folder: Path) -> Path:

@@ -51,23 +51,22 @@ def doctor(
 
 def examine(folder: Path) -> Iterator[Finding]:
     """Every finding, in the order in which they are shown."""
-    version = platform.python_version()
-    if sys.version_info >= (3, 11):
-        yield Finding("python", "ok", f"{version} ({sys.executable})")
-    else:
-        yield Finding("python", "problem", version, "use Python 3.11 or newer")
-    yield from packages(metadata.requires("tutelage") or [], metadata.version)
+    yield Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
+    extras = [e for e in metadata.metadata("tutelage").get_all("Provides-Extra") or [] if e != "dev"]
+    yield from packages(metadata.requires("tutelage") or [], extras, metadata.version)
     yield from torch_findings()
     yield disk(folder)
 
 
-def packages(requirements: list[str], version_of: Callable[[str], str]) -> Iterator[Finding]:
+def packages(requirements: list[str], extras: list[str], version_of: Callable[[str], str]) -> Iterator[Finding]:
     """One finding per required package, and one per optional one: is it there, and in a version that works."""
     from packaging.requirements import Requirement
 
     for requirement in (Requirement(text) for text in requirements):
-        extra = next((e for e in ("tensorboard", "wandb", "dev") if _needs_extra(requirement, e)), None)
-        if extra == "dev":
+        marker = requirement.marker
+        needed = marker is None or marker.evaluate({"extra": ""})
+        extra = None if needed or marker is None else next((e for e in extras if marker.evaluate({"extra": e})), None)
+        if not needed and extra is None:
             continue
         where = (
             f"pip install 'tutelage[{extra}]'" if extra else f"pip install '{requirement.name}{requirement.specifier}'"
@@ -82,11 +81,6 @@ def packages(requirements: list[str], version_of: Callable[[str], str]) -> Itera
             yield Finding(name, "ok", version)
         else:
             yield Finding(name, "problem", f"{version}, but {requirement.specifier} is needed", where)
-
-
-def _needs_extra(requirement: object, extra: str) -> bool:
-    marker = getattr(requirement, "marker", None)
-    return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 
 
 def torch_findings() -> Iterator[Finding]:

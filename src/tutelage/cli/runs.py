@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tutelage.cli.console import Display, display_of, echo_json, interruptible, require_run, show_pairs, warn
+from tutelage.cli.console import Display, display_of, echo_json, interruptible, require_run, warn
 
 if TYPE_CHECKING:
     from tutelage.build import RunResult
@@ -35,7 +35,9 @@ def demo(
 
 def run(
     ctx: typer.Context,
-    recipe: Annotated[str | None, typer.Argument(help="A recipe file, or the name of a shipped one.")] = None,
+    recipe: Annotated[
+        str | None, typer.Argument(help="A recipe file, or the name of a shipped one.", metavar="RECIPE")
+    ] = None,
     overrides: Overrides = None,
     as_json: Json = False,
     plain: Plain = False,
@@ -92,14 +94,18 @@ def resume(
 
 
 def _finish(result: RunResult, display: Display) -> None:
+    page = result.folder / "report.html"
+    report_path = str(page) if page.is_file() else None
     if display == "json":
-        echo_json({"folder": str(result.folder), "summary": result.summary})
+        echo_json({"folder": str(result.folder), "report": report_path, "summary": result.summary})
         return
-    show_pairs(f"Run {result.folder}", result.summary, plain=display == "plain")
+    typer.echo(f"run folder: {result.folder}")
+    if report_path:
+        typer.echo(f"report: {report_path}")
 
 
 def check(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one.", metavar="RECIPE")],
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:

@@ -10,6 +10,7 @@ from tutelage.config.loading import (
     find_recipe,
     load_checked,
     load_recipe,
+    load_resolved,
     shipped_recipes,
 )
 from tutelage.config.ppo import PPOConfig
@@ -31,5 +32,6 @@ __all__ = [
     "find_recipe",
     "load_checked",
     "load_recipe",
+    "load_resolved",
     "shipped_recipes",
 ]

@@ -319,6 +319,13 @@ def load_checked(path_or_name: str, overrides: Sequence[str] = ()) -> tuple[Load
     return loaded, check_sense(loaded.config, loaded.sources)
 
 
+def load_resolved(path: Path) -> AnyConfig:
+    """The config of a run folder, as `dump_config` wrote it. Raises ConfigError when it is missing or damaged."""
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist", fix="name the folder of a run, such as runs/demo")
+    return load_recipe(str(path)).config
+
+
 def dump_config(config: AnyConfig) -> str:
     """The resolved config as YAML that `load_recipe` reads back equal.
 

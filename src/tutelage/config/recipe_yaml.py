@@ -46,6 +46,14 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
+def _represent_str(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # Line breaks and control characters only survive in double quotes.
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _represent_str)
+
+
 class Document:
     """A parsed recipe: `value`, the line of every key path, and what is wrong with its keys."""
 

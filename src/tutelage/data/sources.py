@@ -13,6 +13,7 @@ import io
 import json
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -159,7 +160,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _object(_json(line, path, number), f"{path}, line {number}")
-    except (UnicodeDecodeError, EOFError, OSError) as error:
+    except (UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path} cannot be read after line {number}: {error}", fix="fetch the file again") from error
 
 
@@ -177,7 +178,7 @@ def _read_json(path: Path) -> Iterator[Row]:
     try:
         with _text(path) as file:
             content = file.read()
-    except (UnicodeDecodeError, EOFError, OSError) as error:
+    except (UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
         raise _unreadable(path, error) from error
     try:
         value = json.loads(content)
@@ -226,7 +227,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
                         fix='put text with commas or line breaks between double quotes (")',
                     )
                 rows.append(dict(row))
-    except (csv.Error, UnicodeDecodeError, EOFError, OSError) as error:
+    except (csv.Error, UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
         raise _unreadable(path, error) from error
     finally:
         csv.field_size_limit(old_limit)

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from tutelage.demo.language import DETAILS, POLITE_PHRASES, RUDE_WORDS, topic_of, words
+from tutelage.demo.language import ALL_DETAILS, DETAILS, POLITE_PHRASES, RUDE_WORDS, topic_of, words
 
 LOWEST, HIGHEST = -4.0, 4.0
 ENOUGH_DETAILS = 3
 ENOUGH_WORDS = 16
 
-_ALL_DETAILS = frozenset(detail for details in DETAILS.values() for detail in details)
 _POLITE = tuple(tuple(words(phrase)) for phrase in POLITE_PHRASES)
-_POLITE_WORDS = frozenset(word for phrase in _POLITE for word in phrase)
+_SAID_ONCE = frozenset(ALL_DETAILS) | frozenset(phrase[0] for phrase in _POLITE)
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,13 @@ def count_polite(spoken: list[str]) -> int:
 
 
 def gold_terms(prompt: str, response: str) -> GoldTerms:
-    """The terms of the gold quality of `response` as an answer to `prompt`.
+    """The terms of the gold quality of `response`, plain text, as an answer to the user turn `prompt`.
 
     relevance    1 point for each different detail of the asked topic, 3 at most
-    off_topic    -1/2 for each different detail that belongs only to other topics
+    off_topic    -1 for each different detail that belongs to another topic
     politeness   1 for one polite phrase; each further one takes 1 away: p -> min(p, 1) - max(p - 1, 0)
     rudeness     -1 for each rude word
-    repetition   -1/2 for each time a detail or a polite word is said again
+    repetition   -1/2 for each time a detail, or the first word of a polite phrase, is said again
     rambling     -1/8 for each word after the 16th
     ending       0 when the answer ends with `.`, `!` or `?`, else -1
     """
@@ -62,12 +61,12 @@ def gold_terms(prompt: str, response: str) -> GoldTerms:
     counts = Counter(spoken)
     topic = topic_of(prompt)
     wanted = frozenset(DETAILS[topic]) if topic is not None else frozenset()
-    said = frozenset(counts) & _ALL_DETAILS
+    said = frozenset(counts) & frozenset(ALL_DETAILS)
     polite = count_polite(spoken)
-    repeats = sum(count - 1 for word, count in counts.items() if word in _ALL_DETAILS or word in _POLITE_WORDS)
+    repeats = sum(count - 1 for word, count in counts.items() if word in _SAID_ONCE)
     return GoldTerms(
         relevance=1.0 * min(len(said & wanted), ENOUGH_DETAILS),
-        off_topic=-0.5 * len(said - wanted),
+        off_topic=-1.0 * len(said - wanted),
         politeness=1.0 * (min(polite, 1) - max(polite - 1, 0)),
         rudeness=-1.0 * sum(counts[word] for word in RUDE_WORDS),
         repetition=-0.5 * repeats,

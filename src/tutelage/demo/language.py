@@ -1,6 +1,6 @@
 """The small language of the demo task: what a user can ask, and the phrases an assistant can answer with.
 
-A prompt names one topic; every topic has details that belong to it. The tables are plain words so that a reader can
+A prompt names one topic; every topic has six details that belong to it and to no other. The tables are plain words so that a reader can
 follow each judgement of the gold function by eye. Nothing here is random and nothing here judges.
 """
 
@@ -9,24 +9,21 @@ from __future__ import annotations
 import re
 
 DETAILS: dict[str, tuple[str, ...]] = {
-    "cats": ("food", "water", "toys", "naps", "brushing", "attention"),
-    "dogs": ("food", "water", "walks", "training", "baths", "friends"),
-    "rabbits": ("hay", "carrots", "space", "brushing", "quiet", "tunnels"),
-    "horses": ("hay", "space", "shoes", "saddles", "training", "carrots"),
-    "roses": ("sun", "water", "pruning", "soil", "mulch", "patience"),
-    "tomatoes": ("sun", "water", "soil", "stakes", "warmth", "compost"),
+    "cats": ("naps", "toys", "brushing", "cushions", "attention", "fish"),
+    "dogs": ("walks", "training", "baths", "friends", "bones", "collars"),
+    "roses": ("sun", "pruning", "soil", "mulch", "rain", "gloves"),
     "bicycles": ("tyres", "brakes", "oil", "lights", "helmets", "locks"),
-    "cars": ("tyres", "brakes", "oil", "fuel", "mirrors", "insurance"),
-    "laptops": ("memory", "batteries", "backups", "updates", "screens", "chargers"),
-    "cameras": ("lenses", "batteries", "light", "tripods", "memory", "focus"),
-    "guitars": ("strings", "tuning", "practice", "chords", "picks", "songs"),
-    "bread": ("flour", "yeast", "salt", "water", "kneading", "patience"),
-    "soup": ("stock", "onions", "salt", "carrots", "herbs", "spoons"),
-    "coffee": ("beans", "water", "filters", "cups", "milk", "grinding"),
-    "camping": ("tents", "matches", "blankets", "maps", "food", "boots"),
-    "exams": ("notes", "sleep", "practice", "quiet", "breaks", "questions"),
+    "laptops": ("memory", "backups", "updates", "screens", "chargers", "passwords"),
+    "cameras": ("lenses", "batteries", "tripods", "focus", "film", "flashes"),
+    "guitars": ("strings", "tuning", "chords", "picks", "songs", "rhythm"),
+    "bread": ("flour", "yeast", "salt", "kneading", "ovens", "butter"),
+    "soup": ("stock", "onions", "herbs", "spoons", "carrots", "bowls"),
+    "coffee": ("beans", "filters", "cups", "milk", "grinding", "sugar"),
+    "camping": ("tents", "matches", "blankets", "maps", "boots", "torches"),
+    "exams": ("notes", "sleep", "practice", "breaks", "questions", "calm"),
 }
 TOPICS: tuple[str, ...] = tuple(DETAILS)
+ALL_DETAILS: tuple[str, ...] = tuple(detail for details in DETAILS.values() for detail in details)
 
 QUESTIONS: tuple[str, ...] = (
     "What should I know about {topic}?",
@@ -82,3 +79,14 @@ def every_prompt() -> list[str]:
         for question in QUESTIONS
         for context in CONTEXTS
     ]
+
+
+def every_sentence() -> list[str]:
+    """A list of texts that holds every word of the language in every position it can take: the tokenizer's source."""
+    answers = [
+        *(body.format(details=f"{detail}, {detail} and {detail}") for body in BODIES for detail in ALL_DETAILS),
+        *FILLERS,
+        *POLITE_PHRASES,
+        *RUDE_SENTENCES,
+    ]
+    return [*every_prompt(), *answers, *(f"{FILLERS[0]} {answer}" for answer in answers)]

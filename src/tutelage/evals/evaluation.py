@@ -33,11 +33,10 @@ class Evaluator(Protocol):
 class HeldOutLoss:
     """The training loss on held-out items; quality is accuracy where the loss reports one, else minus the loss."""
 
-    def __init__(self, role: Any, batch: Any, loss: SeparableLoss, prefix: str, max_rows: int) -> None:
+    def __init__(self, role: Any, batch: Any, loss: SeparableLoss, max_rows: int) -> None:
         self.role = role
         self.batch = batch.select(torch.arange(min(len(batch), max_rows)))
         self.loss = loss
-        self.prefix = prefix
 
     def evaluate(self, phase: str, step: int) -> Evaluation:
         stats = self.role.evaluate(self.batch, self.loss).gather()

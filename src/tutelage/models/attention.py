@@ -15,6 +15,7 @@ give plausible, wrong numbers. For the same reason the transformers mask argumen
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ def _packed(
     if _flash_varlen_fits(query, value, softcap):
         return _flash_varlen(query, key, value, cu_seq_lens, scaling, causal, window)
     edges = cu_seq_lens.tolist()
-    lens = [end - start for start, end in zip(edges[:-1], edges[1:], strict=True)]
+    lens = [end - start for start, end in itertools.pairwise(edges)]
     if edges[0] != 0 or edges[-1] != query.shape[2] or min(lens, default=0) < 0:
         raise ModelError(f"segments end at {edges[-1]}, the packed row has {query.shape[2]} tokens")
     parts = zip(query.split(lens, 2), key.split(lens, 2), value.split(lens, 2), strict=True)

@@ -16,6 +16,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
 from tutelage.errors import DataError
@@ -30,7 +31,7 @@ REWARD_COMPARISON = "reward_comparison.png"
 BEFORE = "#6B6B6B"
 FAINT = "#8A8A8A"
 DPI = 150
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "font.size": 10.5,
     "axes.titlesize": 12,
     "axes.titleweight": "bold",
@@ -152,8 +153,9 @@ def build_training_curves(metrics: Sequence[Mapping[str, Any]], config: Mapping[
     points = max(len(series(metrics, c.metric)[0]) for p in panels for c in p.curves)
     window = smoothing_window(points)
     with rc_context(STYLE):
-        figure = Figure(figsize=(4.0 * columns, 2.75 * rows + 0.5), dpi=DPI, layout="constrained")
-        figure.get_layout_engine().set(h_pad=0.12, w_pad=0.06)  # type: ignore[union-attr]
+        figure = Figure(
+            figsize=(4.0 * columns, 2.75 * rows + 0.5), dpi=DPI, layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.06)
+        )
         grid = figure.subplots(rows, columns, squeeze=False)
         for index, ax in enumerate(grid.flat):
             if index >= len(panels):
@@ -265,11 +267,16 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
+def _plain(text: str) -> str:
+    """Dollar signs as they are, not the start of a formula."""
+    return text.replace("$", r"\$")
+
+
 def curves_of(run: RunFolder) -> Path:
     """figures/rlhf_training_curves.png of a loaded run."""
     kind = f" ({run.algorithm})" if run.algorithm else ""
     path = run.path / "figures" / TRAINING_CURVES
-    write_bytes(path, png(build_training_curves(run.metrics, run.config, f"{run.name}{kind}")))
+    write_bytes(path, png(build_training_curves(run.metrics, run.config, _plain(f"{run.name}{kind}"))))
     return path
 
 
@@ -277,7 +284,7 @@ def comparison_of(run: RunFolder) -> Path:
     """figures/reward_comparison.png of a loaded run."""
     pairs, left_out = pair_samples(run.before, run.after)
     path = run.path / "figures" / REWARD_COMPARISON
-    write_bytes(path, png(build_reward_comparison(pairs, left_out, run.name)))
+    write_bytes(path, png(build_reward_comparison(pairs, left_out, _plain(run.name))))
     return path
 
 

@@ -57,7 +57,8 @@ def _level(config: Mapping[str, Any], key: str, label: str, *, always: bool = Tr
     return (Level(float(value), label.format(value=f"{float(value):g}"), always),) if value is not None else ()
 
 
-def _ppo(config: Mapping[str, Any]) -> tuple[list[Panel], list[Panel]]:
+def _ppo(config: Mapping[str, Any], has: set[str]) -> tuple[list[Panel], list[Panel]]:
+    value = "value/error" if "value/error" in has else "value/loss"  # without the weight vf_coef where it is known
     adaptive = setting_of(config, "kl.controller") == "adaptive"
     levels = _level(config, "kl.budget", "budget {value}")
     levels += _level(config, "kl.target", "target {value}") if adaptive else ()
@@ -89,7 +90,7 @@ def _ppo(config: Mapping[str, Any]) -> tuple[list[Panel], list[Panel]]:
             clip_levels,
             "percent",
         ),
-        Panel("Value loss", "squared reward", (Curve("value/loss", "value loss"),), kind="wide"),
+        Panel("Value loss", "squared reward", (Curve(value, "value loss"),), kind="wide"),
         Panel(
             "Response length",
             "tokens, mean",
@@ -192,7 +193,7 @@ def panels_for(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) 
     has = set(names)
     extra: list[Panel] = []
     if "reward/score_mean" in has:
-        panels, extra = _ppo(config)
+        panels, extra = _ppo(config, has)
     elif "rm/loss" in has:
         panels = _reward_model(has)
     elif "sft/loss" in has:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from tutelage.errors import DataError
-from tutelage.reports.metrics_log import number, read_jsonl, to_json, write_bytes
+from tutelage.reports.metrics_log import number, read_jsonl
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,9 @@ class Sample:
         known = {field.name: record[field.name] for field in fields(cls) if field.name in record}
         missing = [name for name in ("id", "prompt", "response", "proxy", "length") if name not in known]
         if missing:
-            raise DataError(f"{where} has no {missing[0]!r}", fix="write samples with `write_samples`")
+            raise DataError(
+                f"{where} has no {missing[0]!r}", fix="a sample holds id, prompt, response, proxy and length"
+            )
         for name in ("proxy", "gold", "ref_logp_per_token"):
             known[name] = number(known.get(name))
         return cls(**known)
@@ -47,14 +48,6 @@ class Sample:
 def samples_path(run_folder: Path | str, name: str) -> Path:
     """`name` is before, after, or step_000010."""
     return Path(run_folder) / "samples" / f"{name}.jsonl"
-
-
-def write_samples(run_folder: Path | str, name: str, samples: Iterable[Sample]) -> Path:
-    """samples/NAME.jsonl, written beside and renamed into place. Raises CheckpointError."""
-    path = samples_path(run_folder, name)
-    lines = [json.dumps(to_json(asdict(sample)), ensure_ascii=False) + "\n" for sample in samples]
-    write_bytes(path, "".join(lines).encode("utf-8", errors="backslashreplace"))
-    return path
 
 
 def read_samples(run_folder: Path | str, name: str) -> list[Sample]:

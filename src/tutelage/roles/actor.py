@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,11 @@ from tutelage.types import Prompts, Ragged, Rollout, Stats
 class Actor:
     """temperature divides the logits in sampling and in every logprob, here and in the reference."""
 
-    def __init__(self, engine: Engine, rollout: RolloutEngine, temperature: float) -> None:
+    def __init__(
+        self, engine: Engine, rollout: RolloutEngine, temperature: float, also_export: Callable[[Path], None]
+    ) -> None:
         self.engine = engine
+        self.also_export = also_export
         self.rollout = rollout
         self.temperature = temperature
 
@@ -38,4 +41,6 @@ class Actor:
         self.engine.load_state(state)
 
     def save_pretrained(self, folder: Path) -> None:
+        """A Hugging Face folder, and what the build adds to it."""
         self.engine.save_pretrained(folder)
+        self.also_export(folder)

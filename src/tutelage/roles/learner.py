@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from tutelage.types import Sequences, Stats
 class Learner:
     """step, evaluate, state and export of one engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, also_export: Callable[[Path], None]) -> None:
         self.engine = engine
+        self.also_export = also_export
 
     def step(self, batch: Any, loss: Loss) -> Stats:
         return self.engine.step(batch, loss)
@@ -35,4 +36,6 @@ class Learner:
         self.engine.load_state(state)
 
     def save_pretrained(self, folder: Path) -> None:
+        """A Hugging Face folder, and what the build adds to it."""
         self.engine.save_pretrained(folder)
+        self.also_export(folder)

@@ -34,7 +34,7 @@ class SlottedCache(Cache):
         self._prefill = True
 
     def begin_prefill(self, source_M: Tensor, slot_M: Tensor, position_M: Tensor) -> None:
-        """The next forward pass is packed: packed token source[m] goes to slot[m] at position[m] (a token may go twice)."""
+        """The next forward pass is packed: token source[m] goes to slot[m] at position[m]; a token may go twice."""
         self._source_M, self._slot_M, self._position_M = source_M, slot_M, position_M
         self._prefill = True
 
@@ -52,7 +52,7 @@ class SlottedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write one layer and return what its queries attend to: the packed states, or (b, H, width, D) of the slots."""
+        """Write one layer; return what its queries attend to: the packed states, or (b, H, width, D) of the slots."""
         while len(self._keys) <= layer_idx:
             self._keys.append(self._empty(key_states))
             self._values.append(self._empty(value_states))
@@ -81,5 +81,5 @@ class SlottedCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return (query_length if self._prefill else self._width), 0
 
-    def get_max_length(self, layer_idx: int = 0) -> int:
+    def get_max_length(self, layer_idx: int | None = 0) -> int:
         return self.positions

@@ -27,8 +27,8 @@ Progress = Callable[[int, int], None]
 class InProcessRollout:
     """Samples with the model that is trained, adapter on, dropout off, no gradient; implements `RolloutEngine`.
 
-    A sample's randomness is keyed by (seed, step, prompt id, sample index, purpose) and counted by response position, so
-    the same sample comes out alone, in any batch and in any wave, as long as rounding of the logits (about 1e-6 in
+    A sample's randomness is keyed by (seed, step, prompt id, sample index, purpose) and counted by response position,
+    so the same sample comes out alone, in any batch and in any wave, as long as rounding of the logits (about 1e-6 in
     float32, more in bfloat16) does not move a draw across a boundary between two tokens.
 
     model             a causal language model whose attention implementation is "tutelage"; every mode is put back as it
@@ -37,7 +37,7 @@ class InProcessRollout:
     params            defaults of `generate`; n and greedy come with the prompts.
     tokens_in_flight  bound on cached tokens (rows times slot length); what does not fit waits for the next wave.
     purpose           what `params` are for; truncated sampling is refused at once where that is training.
-    forward_context   makes the context of the forward passes: the training engine's autocast, so that both compute alike.
+    forward_context   makes the context of the forward passes: the training engine's autocast, so both compute alike.
     prefill_tokens    prompt tokens packed into one forward pass.
     """
 
@@ -210,7 +210,7 @@ def _wave(prompts: Prompts, rows: Sequence[int], keys_B: Tensor, n: int) -> Wave
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout off and no activation checkpointing inside; every submodule's mode is put back after, also on an error."""
+    """Dropout off and no activation checkpointing inside; every submodule's mode is put back, also on an error."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -28,7 +28,9 @@ class Stopping:
     every token can, because tokenizers put spaces between tokens.
     """
 
-    def __init__(self, decoder: Decoder, token_ids: Sequence[int], strings: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self, decoder: Decoder, token_ids: Sequence[int], strings: Sequence[str], device: torch.device
+    ) -> None:
         self.token_ids = torch.tensor(sorted(set(token_ids)), dtype=torch.int64, device=device)
         self._decoder = decoder
         self._strings = tuple(strings)

@@ -3,7 +3,7 @@
 Shapes: B rows (samples) of the wave, b rows still decoding, P prompts of the wave, N packed prompt tokens,
 M prompt tokens times samples, T response tokens, V vocabulary.
 
-The work in Python per decode step does not grow with the number of rows, apart from rows that may have met a stop string.
+The work in Python per decode step does not grow with the number of rows, but for those that may have met a stop string.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class WaveRunner:
             tokens_BT[row_b, t] = token_b
             logp_BT[row_b, t] = logp_b.float()
             lens_B[row_b] += alive_b
-            ended_b = self.stopping.ended(token_b, tokens_BT, row_b, alive_b, t + 1) & alive_b
+            ended_b = self.stopping.ended(token_b, tokens_BT, row_b, alive_b, t + 1)
             finished_B[row_b] |= ended_b
             broken_b = alive_b & ~logp_b.isfinite()
             alive_b = alive_b & ~ended_b
@@ -129,7 +129,9 @@ class WaveRunner:
         logits, first = [], 0
         while first < len(wave.prompts):
             last, tokens = first, 0
-            while last < len(wave.prompts) and (last == first or tokens + len(wave.prompts[last]) <= self.prefill_tokens):
+            while last < len(wave.prompts) and (
+                last == first or tokens + len(wave.prompts[last]) <= self.prefill_tokens
+            ):
                 tokens += len(wave.prompts[last])
                 last += 1
             logits.append(self._prefill_part(wave.prompts[first:last], first, cache, prompt_of_B))

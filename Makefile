@@ -1,0 +1,52 @@
+# make demo   install, then the three stages on the bundled task        make test   install, then the tests
+PYTHON ?= python3
+BIN := .venv/bin
+# Two workers with one thread each: spinning OpenMP threads of several processes starve each other.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2
+
+.DEFAULT_GOAL := help
+.PHONY: help install dev demo test test-slow lint format types layers ci bench lock clean
+
+help:  ## This list.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install:  ## .venv with what a run needs.
+	@$(PYTHON) scripts/install.py
+
+dev:  ## .venv with what the tests and checks need too.
+	@$(PYTHON) scripts/install.py --dev
+
+demo: install  ## The three stages on the bundled task; ends in a report.
+	$(BIN)/tutelage demo
+
+test: dev  ## The tests, without the slow ones and those that need shared data.
+	$(PYTEST) -m "not slow and not shared"
+
+test-slow: dev  ## The slow tests and those on real data and models (skipped where these are absent).
+	$(PYTEST) -m "slow or shared"
+
+lint: dev  ## ruff: rules and format.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: dev  ## Apply both.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: dev  ## mypy.
+	$(BIN)/mypy
+
+layers: dev  ## Which layer may import which.
+	$(BIN)/lint-imports
+
+ci: test lint types layers test-slow  ## Everything.
+
+bench: dev  ## Tokens/s, memory and share of the measured matrix-multiply rate of each stage.
+	$(BIN)/python benchmarks/stages.py
+
+lock:  ## Write the versions in .venv to requirements.lock.
+	@$(PYTHON) scripts/install.py --lock
+
+clean:  ## Remove .venv and every cache; runs stay.
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache src/*.egg-info
+	find src tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Data: sources, formats, chat templates, preflight, splits, packing and the sampler."""

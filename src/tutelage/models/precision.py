@@ -1,0 +1,87 @@
+"""Float32 master weights, with a bfloat16 copy that computes.
+
+The module's own parameters are the copy: forward, backward and generation read them, so a weight is cast once per
+update and not once per forward pass. After every backward pass the gradient of a parameter is added, in float32, to
+its master's, so that accumulation over micro-batches does not round. The optimiser sees masters alone; `publish` casts
+them back. In float32 a master is the parameter itself and there is no copy.
+
+Only parameters are cast: buffers (rotary frequencies) keep their precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor, nn
+
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class MasterWeights:
+    """The trainable parameters of a module in float32, by name; a tied parameter has one name and one master.
+
+    module  in float32; its parameters are cast in place to `dtype`, except those of the children named in `keep`.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, keep: Collection[str] = ()) -> None:
+        self.module = module
+        self.dtype = dtype
+        self.masters: dict[str, nn.Parameter] = {}
+        self._casts: dict[str, tuple[nn.Parameter, torch.utils.hooks.RemovableHandle]] = {}
+        for name, parameter in module.named_parameters():
+            cast = dtype != torch.float32 and name.split(".")[0] not in keep
+            if parameter.requires_grad:
+                self.masters[name] = nn.Parameter(parameter.detach().clone()) if cast else parameter
+            if cast:
+                parameter.data = parameter.data.to(dtype)
+            if cast and parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(_add_to(self.masters[name]))
+                self._casts[name] = (parameter, handle)
+
+    def freeze(self, frozen: Collection[str]) -> None:
+        """These parameters are trained no more; their masters are dropped."""
+        for name, parameter in self.module.named_parameters():
+            if name in frozen:
+                parameter.requires_grad_(False)
+                self.masters.pop(name, None)
+                if name in self._casts:
+                    self._casts.pop(name)[1].remove()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """The computing copy becomes the masters, rounded."""
+        for name, (parameter, _) in self._casts.items():
+            parameter.copy_(self.masters[name])
+
+    def zero_grad(self) -> None:
+        for master in self.masters.values():
+            master.grad = None
+
+    @torch.no_grad()
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Copy saved masters in; the names must be the same (the caller checks)."""
+        for name, master in self.masters.items():
+            master.copy_(weights[name])
+        self.publish()
+
+    def full_precision(self) -> dict[str, Tensor]:
+        """Every parameter under each of its names: the master where there is one, else what computes, in float32."""
+        first = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        wide: dict[str, Tensor] = {}
+        for name, parameter in self.module.named_parameters():
+            wide[name] = self.masters[name].detach() if name in self.masters else parameter.detach().float()
+        names = self.module.named_parameters(remove_duplicate=False)
+        return {name: wide[first[id(parameter)]] for name, parameter in names}
+
+
+def _add_to(master: nn.Parameter) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    return hook

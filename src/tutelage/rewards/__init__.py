@@ -1,0 +1,1 @@
+"""Reward sources: a reward model, rule functions, and their weighted mix."""

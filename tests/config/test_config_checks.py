@@ -1,0 +1,115 @@
+"""Keys without effect, and combinations that cannot work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tutelage.config import PPOConfig, SFTConfig, check_effect, check_sense, load_checked, load_recipe
+from tutelage.errors import ConfigError
+
+RECIPE = """\
+algorithm: ppo
+model: {path: m}
+data: {train: t}
+reward: {model: r}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(RECIPE)
+    return "mine.yaml"
+
+
+def ppo(**sections: Any) -> PPOConfig:
+    return PPOConfig(**{"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"model": "r"}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["kl.target=6.0"], "kl.target"),
+        (["kl.horizon=5"], "kl.horizon"),
+        (["kl.on_budget=stop"], "kl.on_budget"),
+        (["model.lora_alpha=32.0"], "model.lora_alpha"),
+        (["data.eval=e", "data.eval_fraction=0.2"], "data.eval_fraction"),
+        (["reward={model: null, weight: 2.0, rules: [{function: a:b}]}"], "reward.weight"),
+    ],
+)
+def test_a_key_without_effect_is_refused_even_at_its_default(recipe: str, overrides: list[str], key: str) -> None:
+    loaded = load_recipe(recipe, overrides)
+    with pytest.raises(ConfigError, match=f"^{key} has no effect in this run .override .*: it needs that "):
+        check_effect(loaded)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["kl.controller=adaptive", "kl.target=3", "kl.horizon=5"],
+        ["kl.budget=4", "kl.on_budget=stop"],
+        ["model.lora_rank=4", "model.lora_alpha=3"],
+        ["data.eval_fraction=0.2"],
+        ["reward.weight=2"],
+    ],
+)
+def test_a_key_whose_condition_holds_is_allowed(recipe: str, overrides: list[str]) -> None:
+    assert load_checked(recipe, overrides)[1] == []
+
+
+def test_all_keys_without_effect_are_named_together(recipe: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_effect(load_recipe(recipe, ["kl.target=6.0", "model.lora_alpha=1"]))
+    assert "2 problems" in str(error.value)
+    assert "kl.target has no effect" in str(error.value)
+    assert "model.lora_alpha has no effect" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"ppo": {"vf_coef": 0}}, "ppo.vf_coef is 0"),
+        ({"kl": {"placement": "loss"}}, "the gradient of k1 is zero in expectation"),
+        ({"kl": {"estimator": "k3_unbiased"}}, "kl.estimator is k3_unbiased"),
+        ({"kl": {"controller": "adaptive", "coef": 0}}, "it would stay 0"),
+        ({"reward": {}}, "reward.model and reward.rules are both empty"),
+        ({"reward": {"model": "r", "weight": 0}}, "every weight under reward is 0"),
+        ({"reward": {"rules": [{"function": "a:b"}]}, "critic": {"init": "reward"}}, "critic.init is reward"),
+        ({"rollout": {"prompts_per_step": 3}}, "is 3 responses, fewer than ppo.minibatches 4"),
+    ],
+)
+def test_combinations_that_cannot_work(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_sense(ppo(**sections))
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"kl": {"placement": "loss", "estimator": "k2"}},
+        {"kl": {"placement": "loss", "estimator": "k3_unbiased"}},
+        {"reward": {"model": "r", "weight": 0, "rules": [{"function": "a:b", "weight": 1}]}},
+        {"reward": {"rules": [{"function": "a:b"}]}, "critic": {"init": "auto"}},
+        {"rollout": {"prompts_per_step": 2, "samples_per_prompt": 2}},
+    ],
+)
+def test_neighbouring_combinations_that_do_work(sections: dict[str, Any]) -> None:
+    assert check_sense(ppo(**sections)) == []
+
+
+def test_problems_say_where_the_values_come_from(recipe: str) -> None:
+    loaded = load_recipe(recipe, ["ppo.minibatches=100"])
+    with pytest.raises(ConfigError, match=r"ppo\.minibatches 100 \(override ppo\.minibatches=100\)"):
+        check_sense(loaded.config, loaded.sources)
+
+
+def test_no_kl_and_no_held_out_data_warn() -> None:
+    assert [w.split(":")[0] for w in check_sense(ppo(kl={"coef": 0}))] == ["kl.coef is 0"]
+    config = SFTConfig(model={"path": "m"}, data={"train": "t", "eval_fraction": 0})
+    assert len(check_sense(config)) == 1
+    assert "nothing is held out" in check_sense(config)[0]
