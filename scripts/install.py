@@ -152,7 +152,7 @@ def torch_attempts(version: str) -> list[list[str]]:
         return [shlex.split(asked)]
     if platform.system() == "Linux" and not has_nvidia_gpu():
         cpu = f"torch=={version}+cpu"
-        return [[cpu], [cpu, "--extra-index-url", TORCH_CPU_INDEX], ["torch"]]
+        return [[cpu], [cpu, "--extra-index-url", TORCH_CPU_INDEX]]
     return [[f"torch=={version}"]]
 
 

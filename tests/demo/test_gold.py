@@ -7,7 +7,16 @@ import random
 import pytest
 
 from tutelage.demo.gold import HIGHEST, LOWEST, count_polite, gold_score, gold_terms
-from tutelage.demo.language import ALL_DETAILS, DETAILS, POLITE_PHRASES, every_prompt, words
+from tutelage.demo.language import (
+    ALL_DETAILS,
+    BODIES,
+    DETAILS,
+    FILLERS,
+    POLITE_PHRASES,
+    RUDE_SENTENCES,
+    every_prompt,
+    words,
+)
 
 CATS = "Tell me about cats."
 
@@ -91,7 +100,7 @@ def test_gold_stays_within_its_bounds_on_random_word_salad() -> None:
     assert gold_score(CATS, "lazy " * 50) == LOWEST
 
 
-def test_no_polite_phrase_hides_in_another_and_counting_does_not_overlap() -> None:
+def test_no_polite_phrase_hides_in_another() -> None:
     for phrase in POLITE_PHRASES:
         assert count_polite(words(phrase)) == 1
     assert count_polite(words(" ".join(POLITE_PHRASES))) == len(POLITE_PHRASES)
@@ -104,5 +113,7 @@ def test_every_topic_has_a_perfect_answer() -> None:
         assert gold_score(f"Any advice about {topic}?", answer) == HIGHEST
 
 
-def test_each_detail_belongs_to_one_topic() -> None:
+def test_each_detail_belongs_to_one_topic_and_is_no_other_word_of_an_answer() -> None:
+    other = {word for text in (*BODIES, *FILLERS, *POLITE_PHRASES, *RUDE_SENTENCES) for word in words(text)}
+    assert not other & set(ALL_DETAILS)
     assert len(set(ALL_DETAILS)) == len(ALL_DETAILS) == sum(len(details) for details in DETAILS.values())

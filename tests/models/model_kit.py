@@ -82,10 +82,9 @@ def build(kind: str, seed: int = 0, **changes: object) -> PreTrainedModel:
         torch.manual_seed(seed)
         model = makers[kind]()
         with torch.no_grad():
-            for name, parameter in model.named_parameters():  # biases and norms start at 0 and 1; move them too
+            for parameter in model.parameters():  # biases and norms start at 0 and 1; move them too
                 if parameter.ndim < 2:
                     parameter.add_(0.1 * torch.randn_like(parameter))
-                del name
     return model
 
 
@@ -112,7 +111,7 @@ def native(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def native_logprobs(model: PreTrainedModel, seqs: Sequences, temperature: float) -> list[Tensor]:
-    """Per sequence: log softmax(logits / temperature) of its response tokens, from the full logits of that row alone."""
+    """Per sequence: log softmax(logits / temperature) of its response tokens, from all logits of that row alone."""
     twin = native(model)
     rows = []
     for row, prompt in zip(seqs.tokens.rows(), seqs.prompt_lens.tolist(), strict=True):

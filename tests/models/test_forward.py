@@ -120,8 +120,8 @@ def test_the_score_is_read_at_the_last_real_token_also_when_that_is_the_pad_toke
     seqs = Sequences.build([[5, 6], [7]], [[8, 2, 2], [9, 10]])
     got = model.scores(seqs.tokens)
     h = kit.native_hidden(model.backbone, seqs)[0]
-    at = [float(h[t] @ model.score.weight[0] + model.score.bias[0]) for t in range(5)]
-    assert abs(float(got[0]) - at[4]) < 1e-5
+    at = (h @ model.score.weight[0] + model.score.bias[0]).tolist()
+    assert abs(got[0].item() - at[4]) < 1e-5
     assert min(abs(at[4] - at[3]), abs(at[4] - at[2])) > 1e-3
 
 

@@ -110,6 +110,16 @@ def test_labels_of_curves_stand_at_their_ends_and_apart() -> None:
     assert 0.8 < low < high <= 1.0
 
 
+def test_a_label_stands_at_the_height_of_the_last_point() -> None:
+    # down from 4 to 0, and from 4 to 2: in the middle and at the foot of axes that reach from 0 to 4 and a margin
+    metrics = [record(s, reward__score_mean=4.0 - s, eval__proxy_mean=4.0 - s / 2) for s in range(5)]
+    ax = build_training_curves(metrics, {}).axes[0]
+    height = {t.get_text(): t.get_position()[1] for t in ax.texts}
+    margin = 0.05 / 1.1
+    assert height["rollouts"] == pytest.approx(margin, abs=0.01)
+    assert height["held out"] == pytest.approx(0.5, abs=0.01)
+
+
 def test_a_value_that_is_not_finite_is_marked() -> None:
     metrics = ppo(5)
     metrics[2]["kl/sequence"] = math.nan
@@ -199,7 +209,8 @@ def test_histograms_share_bins_and_count_every_answer() -> None:
     assert edges[-1] == max(*BEFORE, *AFTER)
     assert 10 <= len(edges) - 1 <= 40
     assert sum(np.histogram(BEFORE, edges)[0]) == len(BEFORE)
-    assert list(shared_bins([2.0, 2.0])[[0, -1]]) == [1.5, 2.5]
+    assert list(shared_bins([2.5, 2.5])[[0, -1]]) == [2.0, 3.0]
+    assert list(shared_bins([-1.0, 2.0, 0.0])) == [-1.5, -0.5, 0.5, 1.5, 2.5]
 
 
 def test_gold_gets_a_panel_and_its_absence_none() -> None:

@@ -72,3 +72,8 @@ def make_engine(model, tokenizer, **kwargs) -> InProcessRollout:
     params = {"temperature": 0.7, "max_new_tokens": 12} | {k: kwargs.pop(k) for k in list(kwargs) if k in names}
     options = {"seed": 3} | kwargs
     return InProcessRollout(model, tokenizer, options.pop("eos_ids", (256,)), SamplingParams(**params), **options)
+
+
+def rows_of(rollout):
+    """(prompt id, sample, response tokens) of each row."""
+    return list(zip(rollout.prompt_ids, rollout.samples.tolist(), rollout.sequences.response_rows(), strict=True))

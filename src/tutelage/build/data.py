@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import GenerationConfig
 
 from tutelage.config import AnyConfig, PPOConfig, RewardModelConfig, SFTConfig
 from tutelage.data.chat import ChatTemplate
 from tutelage.data.prepare import Prepared, prepare_demonstrations, prepare_pairs, prepare_prompts
 from tutelage.data.sampler import EpochSampler
+from tutelage.data.special import SpecialIds, special_ids
 from tutelage.data.templates import BUILT_IN
-from tutelage.models.load import context_length, load_tokenizer
+from tutelage.models.load import context_length, load_config, load_tokenizer
+from tutelage.models.paths import base_of_adapter, local_path, quiet
 from tutelage.runfolder import write_json
 from tutelage.types import Prompts
 
@@ -36,7 +39,25 @@ def load_template(path: str, chat_template: str | None) -> ChatTemplate:
     trained_with = Path(path).expanduser() / TEMPLATE_FILE
     if chat_template is None and trained_with.is_file():
         chat_template = json.loads(trained_with.read_text(encoding="utf8"))["chat_template"]
-    return ChatTemplate(load_tokenizer(path), chat_template)
+    tokenizer = load_tokenizer(path)
+    return ChatTemplate(tokenizer, chat_template, special=end_ids(path, tokenizer))
+
+
+def end_ids(path: str, tokenizer: Any) -> SpecialIds | None:
+    """Every EOS id that tokenizer, generation config and config of a model name; None where none of them names any."""
+    configs = [*generation_configs(path), load_config(path)]
+    if all(getattr(source, "eos_token_id", None) is None for source in (tokenizer, *configs)):
+        return None
+    return special_ids(tokenizer, *configs)
+
+
+def generation_configs(path: str) -> list[GenerationConfig]:
+    """The generation config of a folder or hub name (of its base for an adapter), where it has one."""
+    try:
+        with quiet():
+            return [GenerationConfig.from_pretrained(local_path(base_of_adapter(path) or path))]
+    except OSError:
+        return []
 
 
 def write_template(template: ChatTemplate, folder: Path) -> None:

@@ -30,7 +30,7 @@ def run_demo(folder: Path, seed: int, display: str) -> dict[str, Any]:
     say = (lambda text: None) if display == "json" else typer.echo
     say(f"bundled task, seed {seed}, in {folder}")
     corpus = write_corpus(folder / "data", seed)
-    build_model_folder(folder / "model", seed, corpus)
+    build_model_folder(folder / "model", seed)
 
     def stage(recipe: str, name: str, *overrides: str) -> RunResult:
         say(f"\n{name}")
@@ -41,9 +41,8 @@ def run_demo(folder: Path, seed: int, display: str) -> dict[str, Any]:
         return run_recipe(loaded, display)
 
     sft = stage("demo_sft", SFT, f"model.path={folder / 'model'}", f"data.train={corpus.demonstrations}")
-    reward = stage(
-        "demo_reward_model", REWARD_MODEL, f"model.path={sft.best_model}", f"data.train={corpus.preferences}"
-    )
+    pairs = (f"data.train={corpus.preferences}", f"data.eval={corpus.eval_preferences}")
+    reward = stage("demo_reward_model", REWARD_MODEL, f"model.path={sft.best_model}", *pairs)
     prompts = (f"data.train={corpus.train_prompts}", f"data.eval={corpus.eval_prompts}")
     models = (f"model.path={sft.best_model}", f"reward.model={reward.best_model}")
     with_kl = stage("demo_ppo", PPO, *models, *prompts)

@@ -20,6 +20,7 @@ __all__ = ["ChatTemplate", "Encoded", "LossOn", "SpecialIds", "special_ids"]
 LossOn = Literal["assistant", "completion", "all"]
 _PROBE = ({"role": "user", "content": "A question."},)
 _MARK = "\ue000{}\ue001"
+_ANSWER = _MARK.format("answer")
 
 
 class Encoded(NamedTuple):
@@ -71,15 +72,15 @@ class ChatTemplate:
 
     def _read_turn_shape(self) -> None:
         """How this template writes an answer: what stands before and after it, and whether it is stripped."""
-        opened, whole = self.render(_PROBE, add_generation_prompt=True), self._render_answer("x")
-        if not whole.startswith(opened) or "x" not in whole[len(opened) :]:
+        opened, whole = self.render(_PROBE, add_generation_prompt=True), self._render_answer(_ANSWER)
+        if not whole.startswith(opened) or _ANSWER not in whole[len(opened) :]:
             raise ModelError(
                 f"the chat template {self.name!r} cannot be cut into turns: with an answer it renders {whole!r}, which "
                 f"does not begin with its generation prompt {opened!r}",
                 fix="set model.chat_template to chatml, or to a Jinja file whose generation prompt opens every answer",
             )
-        self.trims = self._render_answer(" x ") == whole
-        before, _, tail = whole[len(opened) :].partition("x")
+        self.trims = self._render_answer(f" {_ANSWER} ") == whole
+        before, _, tail = whole[len(opened) :].partition(_ANSWER)
         self.response_prefix: str = before
         tail_ids = self._ids(tail)
         marked = {index for index, token in self.tokenizer.added_tokens_decoder.items() if token.special}

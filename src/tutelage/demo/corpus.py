@@ -27,7 +27,7 @@ from tutelage.demo.language import (
 from tutelage.errors import DataError
 
 DETAIL_COUNT_WEIGHTS: dict[int, float] = {0: 0.20, 1: 0.35, 2: 0.30, 3: 0.15}
-OFF_TOPIC_RATE = 0.15
+OFF_TOPIC_RATE = 0.10
 POLITE_OPENER_RATE = 0.30
 POLITE_CLOSER_RATE = 0.15
 RUDE_RATE = 0.15

@@ -40,7 +40,7 @@ class GoldTerms:
 
 
 def count_polite(spoken: list[str]) -> int:
-    """How many polite phrases a word list holds, counted without overlap."""
+    """How many polite phrases a word list holds; no phrase is part of another, so each is counted once."""
     return sum(
         tuple(spoken[start : start + len(phrase)]) == phrase for start in range(len(spoken)) for phrase in _POLITE
     )

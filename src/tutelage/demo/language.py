@@ -1,7 +1,7 @@
 """The small language of the demo task: what a user can ask, and the phrases an assistant can answer with.
 
-A prompt names one topic; every topic has six details that belong to it and to no other. The tables are plain words so that a reader can
-follow each judgement of the gold function by eye. Nothing here is random and nothing here judges.
+A prompt names one topic; every topic has six details that belong to it and to no other. The tables are plain words so
+that a reader can follow each judgement of the gold function by eye. Nothing here is random and nothing here judges.
 """
 
 from __future__ import annotations

@@ -213,13 +213,21 @@ def _on(device: str, model: PreTrainedModel) -> PreTrainedModel:
 
 def _dtype(name: str, device: str) -> torch.dtype:
     dtype = DTYPES[name]
-    if dtype == torch.bfloat16 and device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if dtype == torch.bfloat16 and device == "cpu" and not cpu_has_bfloat16():
         warnings.warn(
             "this processor has no bfloat16 instructions: dtype bfloat16 is correct here, but many times slower than "
             "float32",
             stacklevel=2,
         )
     return dtype
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether oneDNN has bfloat16 kernels for this processor; True where torch was built without it and cannot say."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):
+        return True
 
 
 def _load_weights(path: str, auto: Any) -> PreTrainedModel:

@@ -114,6 +114,8 @@ def _draw_levels(ax: Axes, levels: tuple[Level, ...], top: float) -> None:
                 textcoords="offset points",
                 color="#555555",
                 fontsize=9,
+                zorder=4,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.5},
             )
 
 
@@ -133,10 +135,10 @@ def _draw_panel(ax: Axes, panel: Panel, metrics: Sequence[Mapping[str, Any]], wi
     elif panel.kind == "percent":
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
     elif panel.title == "Learning rate":
-        ax.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
     elif panel.title == "Speed":
         ax.yaxis.set_major_formatter(EngFormatter())
-    if panel.kind == "percent" and low >= 0:
+    if panel.kind == "percent" and 0 <= low < top / 2:
         ax.set_ylim(bottom=0)
     ax.margins(x=0.02)
     if len(panel.curves) > 1:
@@ -171,8 +173,13 @@ def build_training_curves(metrics: Sequence[Mapping[str, Any]], config: Mapping[
 
 
 def shared_bins(values: Sequence[float]) -> np.ndarray:
-    """Edges of 10 to 40 equal bins over all values, by Freedman and Diaconis' rule; one unit around a constant."""
+    """Edges of 10 to 40 equal bins over all values, by Freedman and Diaconis' rule.
+
+    Whole numbers that span at most 40 get a bin each, centred on them; any other constant gets one unit around it.
+    """
     low, high = min(values), max(values)
+    if high - low <= 40 and all(float(value).is_integer() for value in values):
+        return np.arange(low - 0.5, high + 1.0)
     if low == high:
         return np.linspace(low - 0.5, low + 0.5, 9)
     quartiles = np.percentile(values, [25, 75])

@@ -238,5 +238,5 @@ def find_hacking(
         reasons = signs.of(sample, partner.get(id(sample)))
         if reasons:
             flagged.append(Suspect(sample, partner.get(id(sample)), reasons))
-    rewarded = sorted((s for s in flagged if True), key=lambda s: -s.sample.proxy)
+    rewarded = sorted((s for s in flagged if s.sample.proxy > bar), key=lambda s: -s.sample.proxy)
     return HackingReport(tuple(rewarded), bar, len(flagged), len(after), tuple(signs.skipped))

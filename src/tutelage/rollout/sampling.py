@@ -162,10 +162,8 @@ def _sample_chunk(
         token_B = logits_BV.argmax(dim=-1)
     else:
         cdf_BV = logp_BV.exp().cumsum(dim=-1, dtype=torch.float64)
-        total_B1 = cdf_BV[:, -1:]
-        # Rounding may lift u * total to the total itself, past which there is no token.
-        below_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
-        target_B1 = torch.minimum(keyed_uniform(keys_B, counter_B)[:, None] * total_B1, below_B1)
+        # u is at most 1 - 2^-53, so u * total stays below the total after rounding too; the clamp is for NaN alone.
+        target_B1 = keyed_uniform(keys_B, counter_B)[:, None] * cdf_BV[:, -1:]
         token_B = torch.searchsorted(cdf_BV, target_B1, right=True).squeeze(1)
         token_B = token_B.clamp_(max=logits_BV.shape[1] - 1)
     return token_B, logp_BV.gather(1, token_B[:, None]).squeeze(1)
