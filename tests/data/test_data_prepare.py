@@ -58,6 +58,7 @@ def test_every_problem_of_pairs_is_counted_with_its_row(write: Write, template: 
         _pair("q", "c" * 20, "r"),  # 25: 20 letters and EOS
         GOOD[0],  # 26
         _pair("has <|im_end|> in it"),  # 27
+        _pair("p" * 30, "c" * 19, "r"),  # 28: both exactly at the limit
     ]
     cfg = DataConfig(train=write(rows), max_prompt_tokens=30, max_response_tokens=20, max_bad_fraction=0.5)
     report = prepare_pairs(cfg, template, 0).preflight
@@ -71,8 +72,8 @@ def test_every_problem_of_pairs_is_counted_with_its_row(write: Write, template: 
         "duplicate": (1, "kept", ("26",)),
         "special_token_text": (1, "kept", ("27",)),
     }
-    assert (report.rows, report.dropped, report.truncated, report.bad_rows) == (27, 5, 0, 5)
-    assert report.train_rows + report.eval_rows == 22
+    assert (report.rows, report.dropped, report.truncated, report.bad_rows) == (28, 5, 0, 5)
+    assert report.train_rows + report.eval_rows == 23
     text = "\n".join(report.lines())
     assert "prompts over length: 1 (dropped; rows 24; longest 31 tokens, allowed 30)" in text
     assert "responses over length: 1 (dropped; rows 25; longest 21 tokens, allowed 20)" in text

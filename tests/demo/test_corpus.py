@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def test_the_bytes_do_not_depend_on_the_hash_seed_of_the_process(tmp_path: Path)
             [sys.executable, "-c", program, str(tmp_path / hash_seed)],
             check=True,
             timeout=60,
-            env={"PYTHONHASHSEED": hash_seed},
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
         )
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_a_rendered_chat_starts_with_its_prompt_and_ends_in_eos(tokenizer: PreTr
     whole_ids = tokenizer.apply_chat_template([user, assistant], return_dict=False)
     assert isinstance(whole_ids, list)
     assert whole_ids[: len(prompt_ids)] == prompt_ids
-    assert [tokenizer.decode(i) for i in whole_ids[len(prompt_ids) :]] == [
+    assert [tokenizer.decode(cast(int, i)) for i in whole_ids[len(prompt_ids) :]] == [
         "It",
         " depends",
         ".",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tutelage.algorithms import ppo
@@ -80,7 +80,7 @@ def plain(folder: Path | str) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def plain_logprobs(model: PreTrainedModel, sequences: Sequences, temperature: float) -> Tensor:
+def plain_logprobs(model: nn.Module, sequences: Sequences, temperature: float) -> Tensor:
     """(R,) log softmax(logits / temperature) of the response tokens, each sequence alone."""
     rows = []
     for row, prompt in zip(sequences.tokens.rows(), sequences.prompt_lens.tolist(), strict=True):

@@ -10,9 +10,12 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
+from tutelage.build import run_recipe
 from tutelage.build.data import stage_data
 from tutelage.build.stages import reward_model_stage
-from tutelage.config import RewardModelConfig
+from tutelage.config import RewardModelConfig, load_checked
+from tutelage.config.common import ModelConfig
+from tutelage.models.load import load_scalar_model
 from tutelage.transport.local import LocalTransport
 from tutelage.transport.roleset import RoleSet
 
@@ -21,7 +24,12 @@ def shown_to(built, monkeypatch):
     """The sequences that the reward model was given for the first rollouts, and the rollouts."""
     source = built.stage.roles["reward"].mix.sources[0]
     scorer, shown = source.scorer, []
-    monkeypatch.setattr(source, "scorer", lambda sequences: (shown.append(sequences), scorer(sequences))[1])
+
+    def watched(sequences):
+        shown.append(sequences)
+        return scorer(sequences)
+
+    monkeypatch.setattr(source, "scorer", watched)
     batch = built.collect()
     return shown[0], batch
 
@@ -61,7 +69,12 @@ def test_the_same_tokenizer_with_another_template_is_rendered_too(
 
 
 def test_after_training_the_chosen_answers_score_zero_on_average(tiny_llama_folder, write_rows):
-    answers = [("tea", "it is hot.", "no"), ("why", "so it is", "no no"), ("a map", "it is here.", "what"), ("x", "y", "z")]
+    answers = [
+        ("tea", "it is hot.", "no"),
+        ("why", "so it is", "no no"),
+        ("a map", "it is here.", "what"),
+        ("x", "y", "z"),
+    ]
     rows = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in answers]
     cfg = RewardModelConfig.model_validate(
         {
@@ -81,3 +94,27 @@ def test_after_training_the_chosen_answers_score_zero_on_average(tiny_llama_fold
     after = roles.reward.scores(chosen).gather().double()
     assert float(after.mean()) == pytest.approx(0.0, abs=1e-5)
     torch.testing.assert_close(after - before, torch.full_like(after, -float(before.mean())), atol=1e-5, rtol=0)
+
+
+def test_a_best_model_that_was_kept_before_the_end_is_centred_too(tiny_llama_folder, write_rows, tmp_path):
+    topics = ("tea", "cats", "rain", "maps", "snow", "trees", "the sea", "bikes", "bread", "music")
+    rows = [{"prompt": f"what is {t}", "chosen": f"it is {t}.", "rejected": "no no no"} for t in topics]
+    (tmp_path / "recipe.yaml").write_text("algorithm: reward_model\n")
+    wanted = [
+        f"output_dir={tmp_path}",
+        f"model.path={tiny_llama_folder}",
+        f"data.train={write_rows(rows)}",
+        "data.eval_fraction=0.3",
+        "reward_model.batch_size=4",
+        "reward_model.epochs=4",
+        "optim.lr=1e-3",
+        "evaluation.every=1",
+    ]
+    loaded, _ = load_checked(str(tmp_path / "recipe.yaml"), wanted)
+    result = run_recipe(loaded, "plain")
+    kept = json.loads((result.folder / "checkpoints" / "best" / "quality.json").read_text())
+    assert kept["step"] < result.summary["steps"], "the best model must be one from before the end for this test"
+    best = load_scalar_model(ModelConfig(path=str(result.best_model)), "reward")
+    with torch.no_grad():
+        chosen = best.scores(stage_data(loaded.config).prepared.train.chosen.tokens)
+    assert float(chosen.mean()) == pytest.approx(0.0, abs=1e-4)

@@ -13,7 +13,11 @@ from tutelage.types import Outputs, Rollout
 def built_and_batch(prompts, tiny_llama_folder):
     from details_kit import build, ppo_config
 
-    cfg = ppo_config(tiny_llama_folder, prompts, rollout={"temperature": 2.0, "max_new_tokens": 14, "stop": list("aeiou .0123456789")})
+    cfg = ppo_config(
+        tiny_llama_folder,
+        prompts,
+        rollout={"temperature": 2.0, "max_new_tokens": 14, "stop": list("aeiou .0123456789")},
+    )
     built = build(cfg)
     batch = built.scored()
     assert len(set(batch.sequences.response_lens.tolist())) > 1, "lengths must differ for the weights to matter"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import engine_kit as kit
 import pytest
 import torch
@@ -60,8 +62,8 @@ def test_a_coupled_gradient_equals_plain_autograd_in_one_graph(tiny_llama_folder
     engine, batch = kit.policy_engine(tiny_llama_folder, tokens_per_micro_batch=12), kit.batch()
     ours = engine.gradients(batch, kit.SortedLoss())
     rows = [token_logprobs(engine.model, batch.sequences.select(torch.tensor([b])))[0] for b in range(len(batch))]
-    ordered = sorted((row.sum() for row in rows), key=float)
-    gaps = sum((high - low).square() for low, high in zip(ordered[:-1], ordered[1:], strict=True))
+    ordered = sorted((row.sum() for row in rows), key=lambda x: x.item())
+    gaps = sum((high - low).square() for low, high in itertools.pairwise(ordered))
     (gaps + (sum(row.mean() for row in rows) / len(rows)).square()).backward()
     theirs = {n: p.grad for n, p in engine.model.model.named_parameters()}
     kit.require_close(ours, theirs, 1e-6)
@@ -88,7 +90,7 @@ def test_gradient_checkpointing_changes_nothing(kind, tiny_llama_folder, tiny_gp
             engine, batch, loss = kit.policy_engine(folder, settings), kit.batch(), kit.TokenLoss()
         calls = []
         block = next(m for n, m in engine.model.module.named_modules() if n.endswith(("layers.0", "h.0", "layer.0")))
-        block.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        block.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         found.append(engine.gradients(batch, loss))
         assert len(calls) == (2 if on else 1), "a checkpointed block runs again in the backward pass"
     kit.require_close(found[1], found[0], 1e-6)

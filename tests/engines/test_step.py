@@ -237,3 +237,20 @@ def test_a_role_is_not_asked_for_what_it_does_not_compute(tiny_llama_folder):
         critic.logprobs(kit.sequences(), 1.0)
     with pytest.raises(ModelError, match="a value was asked of a language model"):
         kit.policy_engine(tiny_llama_folder).values(kit.sequences())
+
+
+@pytest.mark.filterwarnings("ignore:this processor has no bfloat16")
+def test_in_bfloat16_the_computing_copy_follows_masters_that_hold_smaller_steps(tiny_llama_folder):
+    engine = kit.policy_engine(tiny_llama_folder, {"dtype": "bfloat16"}, lr=1e-2)
+    before = engine.logprobs(kit.sequences(), 1.0).flat
+    for _ in range(2):
+        engine.step(kit.batch(), kit.TokenLoss())
+        computing = dict(engine.model.model.named_parameters())
+        for name, master in engine.model.masters.masters.items():
+            assert torch.equal(computing[name], master.to(torch.bfloat16)), name
+    assert float((engine.logprobs(kit.sequences(), 1.0).flat - before).abs().max()) > 0.05
+    tiny = kit.policy_engine(tiny_llama_folder, {"dtype": "bfloat16"}, lr=1e-6)
+    start = tiny.state()["weights"]
+    tiny.step(kit.batch(), kit.TokenLoss())
+    moved = [bool((tiny.model.masters.masters[n] != w).any()) for n, w in start.items()]
+    assert all(moved), "a step below the resolution of bfloat16 is not lost"

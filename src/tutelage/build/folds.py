@@ -16,6 +16,7 @@ from tutelage.config import RewardModelConfig
 from tutelage.data.splits import grouped_folds
 from tutelage.math.reward_loss import pair_accuracy
 from tutelage.math.stats import wilson_interval
+from tutelage.models.features import FeatureCache
 from tutelage.reports.display import make_display
 from tutelage.reports.metrics_log import MetricsLog
 from tutelage.schedules import Synchronous
@@ -32,11 +33,12 @@ def cross_validate(cfg: RewardModelConfig, data: StageData, folder: Path, displa
     for line in data.prepared.preflight.lines():
         show.event("data", line)
     show.start()
-    results = []
+    results: list[dict[str, Any]] = []
+    features = FeatureCache()
     try:
         for number, held_out in enumerate(folds, start=1):
             rest = torch.cat([f for f in folds if f is not held_out])
-            correct = fold_correct(cfg, data, pairs.select(rest), pairs.select(held_out), show.phase)
+            correct = fold_correct(cfg, data, pairs.select(rest), pairs.select(held_out), features, show.phase)
             accuracy = float(correct.mean())
             results.append(
                 {"fold": number, "pairs": len(correct), "correct": float(correct.sum()), "accuracy": accuracy}
@@ -60,11 +62,13 @@ def everything(data: StageData) -> tuple[Pairs, list[str]]:
     return Pairs.concat([prepared.train, prepared.eval]), [*prepared.groups, *prepared.eval_groups]
 
 
-def fold_correct(cfg: RewardModelConfig, data: StageData, train: Pairs, held_out: Pairs, progress: Any) -> torch.Tensor:
+def fold_correct(
+    cfg: RewardModelConfig, data: StageData, train: Pairs, held_out: Pairs, features: FeatureCache, progress: Any
+) -> torch.Tensor:
     """(pairs of the fold,) 1, 0, or 0.5 for a tie, by a model trained on the rest from the same initial weights."""
     torch.manual_seed(cfg.seed)
     inside = replace(data, prepared=replace(data.prepared, train=train, eval=held_out))
-    stage = reward_model_stage(cfg, inside)
+    stage = reward_model_stage(cfg, inside, features)
     transport = LocalTransport()
     roles = RoleSet({name: transport.handle(name, role) for name, role in stage.roles.items()})
     algorithm = ALGORITHMS[cfg.algorithm]

@@ -19,6 +19,7 @@ from tutelage.config import AnyConfig, PPOConfig, RewardModelConfig, SFTConfig
 from tutelage.engines.local import LocalEngine
 from tutelage.evals.answers import HeldOutAnswers, first_prompts
 from tutelage.evals.evaluation import Evaluator, HeldOutLoss
+from tutelage.models.features import FeatureCache
 from tutelage.models.load import load_causal_lm, load_scalar_model
 from tutelage.roles.actor import Actor
 from tutelage.roles.critic import Critic
@@ -66,13 +67,22 @@ def sft_stage(cfg: SFTConfig, data: StageData) -> Stage:
     return Stage({"actor": Learner(engine, exporter(data))}, ("actor",), evaluator)
 
 
-def reward_model_stage(cfg: RewardModelConfig, data: StageData) -> Stage:
+def reward_model_stage(cfg: RewardModelConfig, data: StageData, features: FeatureCache | None = None) -> Stage:
+    """features: hidden states below a frozen trunk, from another model that starts from the same weights."""
     train, held_out, loss = data.prepared.train, data.prepared.eval, PairLoss.of(cfg)
     _, steps = training_source(cfg, len(train))
     settings = cfg.reward_model
     model = load_scalar_model(
-        cfg.model, "reward", settings.pooling, data.template.tokenizer, seed=cfg.seed, device=device()
+        cfg.model,
+        "reward",
+        settings.pooling,
+        data.template.tokenizer,
+        keep_layers=settings.keep_layers,
+        seed=cfg.seed,
+        device=device(),
     )
+    if settings.train_layers == 0:
+        model.features = FeatureCache() if features is None else features
     engine = LocalEngine(model, cfg.optim, total_updates=steps, train_layers=settings.train_layers)
 
     def evaluator(roles: Any, folder: Path) -> Evaluator | None:

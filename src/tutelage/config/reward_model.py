@@ -13,13 +13,19 @@ DECODER_ONLY = OnlyIf("reward_model.pooling is auto or mean", lambda c: c.reward
 class RewardModelSettings(Schema):
     epochs: int = setting(1, "Passes over the pairs.", ge=1)
     batch_size: int = setting(32, "Pairs per optimiser update.", ge=1)
-    pooling: Literal["auto", "last", "first", "mean"] = setting(
+    pooling: Literal["auto", "last", "first", "mean", "response_mean"] = setting(
         "auto",
-        "Hidden state the head reads: last real token, first token, or the mean; auto: last for decoders, "
-        "mean for encoders.",
+        "Hidden state the head reads: last real token, first token, mean, or mean over the response; auto: last for "
+        "decoders, mean for encoders.",
+    )
+    keep_layers: int | None = setting(
+        None, "Keep only the lowest N transformer blocks: a smaller reward model; default: all.", ge=1
     )
     train_layers: int | None = setting(
-        None, "Train only the topmost N transformer blocks and the head; default: the whole model.", ge=0
+        None,
+        "Train only the topmost N transformer blocks and the head; 0: the head alone, on hidden states that are "
+        "computed once; default: the whole model.",
+        ge=0,
     )
     centring: float = setting(0.01, "Weight of (chosen + rejected)^2, which keeps scores around 0.", ge=0)
     use_margin: bool = setting(False, "Subtract the data's margin column inside the loss.")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tutelage.config.common import OptimConfig
 from tutelage.data.packing import pack_by_tokens
@@ -24,6 +24,7 @@ from tutelage.math.coupled import coupled_loss, surrogate
 from tutelage.models.forward import Model, outputs, sequence_scores, token_logprobs, values_with_bootstrap
 from tutelage.models.heads import ScalarModel
 from tutelage.models.language_model import LanguageModel
+from tutelage.models.load import blocks_of
 from tutelage.models.lora import adapter_off
 from tutelage.protocols import CoupledLoss, Loss, SeparableLoss
 from tutelage.types import Ragged, Sequences, Stat, Stats, flat_index, merge_stats
@@ -301,7 +302,7 @@ def below_top(model: Model, train_layers: int) -> list[str]:
     depth = int(backbone.config.num_hidden_layers)
     if train_layers > depth:
         raise ModelError(f"train_layers is {train_layers}, the model has {depth} blocks", fix=f"use 0 to {depth}")
-    blocks = next(m for m in backbone.modules() if isinstance(m, nn.ModuleList) and len(m) == depth)
+    blocks = blocks_of(backbone)
     trained = {id(p) for block in blocks[depth - train_layers :] for p in block.parameters()}
     if isinstance(model, ScalarModel):
         trained |= {id(p) for name, p in model.named_parameters() if not name.startswith("backbone.")}

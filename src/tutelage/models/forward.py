@@ -71,7 +71,7 @@ def token_values(model: ScalarModel, sequences: Sequences) -> Tensor:
 
 def sequence_scores(model: ScalarModel, sequences: Sequences) -> Tensor:
     """(B,) the head on each sequence's pooled hidden state."""
-    return model.scores(sequences.tokens)
+    return model.scores(sequences.tokens, sequences.prompt_lens)
 
 
 def outputs(model: Model, sequences: Sequences, wanted: Collection[str], temperature: float) -> Outputs:

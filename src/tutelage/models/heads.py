@@ -5,6 +5,7 @@ Shapes: B sequences, N flat tokens, H hidden.  A score is read where `pooling` s
     last   the hidden state of the sequence's last real token (decoders; also when that token is the pad token)
     first  of its first token (encoders trained with a class token)
     mean   the mean over its tokens
+    response_mean  the mean over the tokens of its response
 
 A critic reads every token.  The head is one linear layer H -> 1, in float32 always; heads of transformers' encoder
 classifiers have a dense layer and an activation before it.
@@ -26,8 +27,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from tutelage.errors import ModelError
+from tutelage.errors import ModelError, ShapeError
 from tutelage.models.export import write_folder
+from tutelage.models.features import FeatureCache
 from tutelage.models.lora import merged_weights, plain_copy, save_adapter
 from tutelage.models.paths import HEAD_FILE, is_local, load_config, loading, local_path, read_json
 from tutelage.models.precision import MasterWeights
@@ -35,9 +37,9 @@ from tutelage.models.trunk import Trunk
 from tutelage.types import Ragged
 
 Kind = Literal["reward", "value"]
-Pooling = Literal["last", "first", "mean"]
+Pooling = Literal["last", "first", "mean", "response_mean"]
 
-POOLINGS: tuple[Pooling, ...] = ("last", "first", "mean")
+POOLINGS: tuple[Pooling, ...] = ("last", "first", "mean", "response_mean")
 ACTIVATIONS = {"tanh": torch.tanh, "relu": torch.relu}
 VALUE_STD = 1e-3
 """Of a new critic's head: values start near 0, so the first advantages are the rewards' own."""
@@ -82,6 +84,7 @@ class ScalarModel(nn.Module):
         self.pooling = pooling
         self.activation = activation
         self.tokenizer = tokenizer
+        self.features: FeatureCache | None = None
         self._adapted = (adapted,)
 
     @property
@@ -100,22 +103,39 @@ class ScalarModel(nn.Module):
             x = ACTIVATIONS[self.activation](self.dense(x))
         return self.score(x).squeeze(-1)
 
-    def pooled(self, hidden_NH: Tensor, lens_B: Tensor) -> Tensor:
-        """(B, H): one hidden state per sequence."""
+    def pooled(self, hidden_NH: Tensor, lens_B: Tensor, prompt_lens_B: Tensor) -> Tensor:
+        """(B, H): one hidden state per sequence. Raises ShapeError for the mean over a response without tokens."""
         ends_B = lens_B.cumsum(0)
         if self.pooling == "last":
             return hidden_NH[ends_B - 1]
         if self.pooling == "first":
             return hidden_NH[ends_B - lens_B]
-        rows = torch.repeat_interleave(torch.arange(len(lens_B), device=lens_B.device), lens_B)
-        wide = hidden_NH.float()
-        total_BH = wide.new_zeros(len(lens_B), wide.shape[1]).index_add(0, rows, wide)
-        return total_BH / lens_B[:, None]
+        rows_N = torch.repeat_interleave(torch.arange(len(lens_B), device=lens_B.device), lens_B)
+        counted_B, wide = lens_B, hidden_NH.float()
+        if self.pooling == "response_mean":
+            within_N = torch.arange(len(rows_N), device=lens_B.device) - (ends_B - lens_B)[rows_N]
+            kept_N = within_N >= prompt_lens_B[rows_N]
+            rows_N, wide, counted_B = rows_N[kept_N], wide[kept_N], lens_B - prompt_lens_B
+            if bool((counted_B < 1).any()):
+                raise ShapeError(
+                    f"sequence {int(counted_B.argmin())} has no response to take the mean of",
+                    fix="drop empty responses",
+                )
+        total_BH = wide.new_zeros(len(lens_B), wide.shape[1]).index_add(0, rows_N, wide)
+        return total_BH / counted_B[:, None]
 
-    def scores(self, tokens: Ragged) -> Tensor:
-        """(B,) float32, with gradient where it is recorded."""
-        hidden_NH = self.trunk.hidden(tokens)
-        return self.scalars(self.pooled(hidden_NH, tokens.lens.to(hidden_NH.device)))
+    def scores(self, tokens: Ragged, prompt_lens_B: Tensor | None = None) -> Tensor:
+        """(B,) float32, with gradient where it is recorded; prompt lengths matter to response_mean alone."""
+        prompts_B = torch.zeros_like(tokens.lens) if prompt_lens_B is None else prompt_lens_B
+
+        def vectors(index_b: Tensor) -> Tensor:
+            part, prompts_b = tokens.select(index_b), prompts_B[index_b]
+            hidden_NH = self.trunk.hidden(part)
+            return self.pooled(hidden_NH, part.lens.to(hidden_NH.device), prompts_b.to(hidden_NH.device))
+
+        if self.features is not None:
+            return self.scalars(self.features.get(tokens, prompts_B, vectors))
+        return self.scalars(vectors(torch.arange(len(tokens), device=tokens.lens.device)))
 
     def critic_obstacle(self, policy_tokenizer: PreTrainedTokenizerBase | None = None) -> str | None:
         """Why a critic cannot start from this reward model, or None where it can.

@@ -119,6 +119,7 @@ def load_scalar_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     needs_head: bool = False,
+    keep_layers: int | None = None,
     seed: int = 0,
     device: str = "cpu",
 ) -> ScalarModel:
@@ -128,6 +129,7 @@ def load_scalar_model(
     label; else it is new (see `heads.fresh_head`). pooling auto: the folder's, else last for decoders and mean for
     encoders. A critic reads a reward model's folder where `heads.critic_obstacle` allows it.
 
+    keep_layers: keep the lowest N blocks only; the saved folder is then a model of N blocks.
     needs_head: raise ModelError where the head would be new. Raises as `load_causal_lm`, and ModelError for a pooling
     that differs from the folder's, a critic's folder as reward model, and a classifier of several labels.
     """
@@ -148,6 +150,8 @@ def load_scalar_model(
     model = _on(device, _load_weights(cfg.path, AutoModel))
     if getattr(model, "pooler", None) is not None:
         setattr(model, "pooler", None)  # noqa: B010 - a typed module refuses None
+    if keep_layers is not None:
+        keep_lowest(model, keep_layers)
     _require_embeddings(model, tokenizer, cfg.path)
     disable_dropout(model)
     trunk = choose_layout(model)
@@ -257,6 +261,23 @@ def _load_weights(path: str, auto: Any) -> PreTrainedModel:
             fix="give a complete model folder of this kind",
         )
     return model
+
+
+def keep_lowest(model: PreTrainedModel, layers: int) -> None:
+    """Drop the blocks above the lowest `layers`, in place. Raises ModelError for a number the model cannot have."""
+    depth = int(model.config.num_hidden_layers)
+    if not 1 <= layers <= depth:
+        raise ModelError(f"keep_layers is {layers}, the model has {depth} blocks", fix=f"use 1 to {depth}")
+    del blocks_of(model)[layers:]
+    model.config.num_hidden_layers = layers
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = model.config.layer_types[:layers]
+
+
+def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
+    """The transformer blocks of a backbone: its module list as long as the config says."""
+    depth = int(model.config.num_hidden_layers)
+    return next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth)
 
 
 def _some(names: list[str]) -> str:
