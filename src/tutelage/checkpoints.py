@@ -92,7 +92,11 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
         found = self.folder.glob("step_*")
-        return sorted(int(p.name.removeprefix("step_")) for p in found if (p / COMPLETE).exists())
+        return sorted(self.step_of(p) for p in found if (p / COMPLETE).exists())
+
+    @staticmethod
+    def step_of(path: Path) -> int:
+        return int(path.name.removeprefix("step_"))
 
     def latest(self) -> Path | None:
         steps = self.steps()

@@ -57,8 +57,12 @@ def read_json(path: Path) -> Any:
 
 def write_samples(folder: Path, phase: str, rows: Iterable[Mapping[str, Any]]) -> None:
     """samples/PHASE.jsonl: one held-out answer a line."""
+    write_jsonl(folder / "samples" / f"{phase}.jsonl", rows)
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     text = "".join(json.dumps(to_json(row), ensure_ascii=False) + "\n" for row in rows)
-    write_bytes(folder / "samples" / f"{phase}.jsonl", text.encode())
+    write_bytes(path, text.encode())
 
 
 def lineage(seed: int, data: Mapping[str, str], models: Mapping[str, str]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tutelage.build.data import stage_data, training_source
-from tutelage.build.functions import load_gold, rule_sources
+from tutelage.build.functions import load_gold, rule_sources, with_rule_paths
 from tutelage.config import PPOConfig, RewardModelConfig
 from tutelage.config.loading import Loaded
 from tutelage.models.load import require_model, weights_size
@@ -13,7 +13,7 @@ from tutelage.models.load import require_model, weights_size
 
 def check_recipe(loaded: Loaded) -> list[str]:
     """Lines that say what was found.  Raises TutelageError for what would stop the run."""
-    cfg = loaded.config
+    cfg = with_rule_paths(loaded.config, loaded.recipe_path)
     models = {"model": cfg.model.path}
     if isinstance(cfg, PPOConfig):
         if cfg.reward.model is not None:

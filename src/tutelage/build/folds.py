@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tutelage import runfolder
 from tutelage.algorithms import ALGORITHMS
@@ -19,6 +20,7 @@ from tutelage.math.stats import wilson_interval
 from tutelage.models.features import FeatureCache
 from tutelage.reports.display import make_display
 from tutelage.reports.metrics_log import MetricsLog
+from tutelage.runfolder import write_jsonl
 from tutelage.schedules import Synchronous
 from tutelage.transport.local import LocalTransport
 from tutelage.transport.roleset import RoleSet
@@ -34,17 +36,20 @@ def cross_validate(cfg: RewardModelConfig, data: StageData, folder: Path, displa
         show.event("data", line)
     show.start()
     results: list[dict[str, Any]] = []
+    judged: list[dict[str, Any]] = []
     features = FeatureCache()
     try:
         for number, held_out in enumerate(folds, start=1):
             rest = torch.cat([f for f in folds if f is not held_out])
-            correct = fold_correct(cfg, data, pairs.select(rest), pairs.select(held_out), features, show.phase)
-            accuracy = float(correct.mean())
-            results.append(
-                {"fold": number, "pairs": len(correct), "correct": float(correct.sum()), "accuracy": accuracy}
-            )
-            log.log(number, {"eval/accuracy": accuracy, "eval/pairs": len(correct)})
-            show.step(number, {"eval/accuracy": accuracy})
+            train, held = pairs.select(rest), pairs.select(held_out)
+            chosen, rejected = fold_scores(cfg, data, train, held, features, show.phase)
+            correct = pair_accuracy(chosen, rejected)
+            result = {"fold": number, "pairs": len(held), "correct": float(correct.sum())}
+            results.append({**result, "accuracy": float(correct.mean())})
+            judged += predictions(number, held, [groups[i] for i in held_out.tolist()], chosen, rejected)
+            write_jsonl(folder / "predictions.jsonl", judged)
+            log.log(number, {"eval/accuracy": results[-1]["accuracy"], "eval/pairs": len(held)})
+            show.step(number, {"eval/accuracy": results[-1]["accuracy"]})
     finally:
         show.close()
         log.close()
@@ -62,10 +67,10 @@ def everything(data: StageData) -> tuple[Pairs, list[str]]:
     return Pairs.concat([prepared.train, prepared.eval]), [*prepared.groups, *prepared.eval_groups]
 
 
-def fold_correct(
+def fold_scores(
     cfg: RewardModelConfig, data: StageData, train: Pairs, held_out: Pairs, features: FeatureCache, progress: Any
-) -> torch.Tensor:
-    """(pairs of the fold,) 1, 0, or 0.5 for a tie, by a model trained on the rest from the same initial weights."""
+) -> tuple[Tensor, Tensor]:
+    """(pairs,) scores of chosen and rejected, by a model trained on the rest from the same initial weights."""
     torch.manual_seed(cfg.seed)
     inside = replace(data, prepared=replace(data.prepared, train=train, eval=held_out))
     stage = reward_model_stage(cfg, inside, features)
@@ -79,8 +84,15 @@ def fold_correct(
             break
         state = schedule.step(train.select(index), state).state
         progress("updates", done + 1, steps)
-    chosen, rejected = (roles.reward.scores(side).gather() for side in (held_out.chosen, held_out.rejected))
-    return pair_accuracy(chosen, rejected)
+    return roles.reward.scores(held_out.chosen).gather(), roles.reward.scores(held_out.rejected).gather()
+
+
+def predictions(
+    fold: int, held_out: Pairs, groups: list[str], chosen: Tensor, rejected: Tensor
+) -> list[dict[str, Any]]:
+    """predictions.jsonl: what the model that never saw a pair said about it."""
+    rows = zip(held_out.ids, groups, chosen.tolist(), rejected.tolist(), strict=True)
+    return [{"fold": fold, "id": i, "group": g, "chosen": c, "rejected": r} for i, g, c, r in rows]
 
 
 def overall(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import cast
 
-from tutelage.config import PPOConfig
+from tutelage.config import AnyConfig, PPOConfig
 from tutelage.evals.answers import Gold
 from tutelage.rewards.rules import RuleSource, load_rule
+
+
+def with_rule_paths(cfg: AnyConfig, recipe: Path) -> AnyConfig:
+    """Rule files beside the recipe by their full path, which the run folder's copy of the settings needs."""
+    if not isinstance(cfg, PPOConfig):
+        return cfg
+    rules = [rule.model_copy(update={"function": beside(rule.function, recipe.parent)}) for rule in cfg.reward.rules]
+    return cfg.model_copy(update={"reward": cfg.reward.model_copy(update={"rules": rules})})
+
+
+def beside(function: str, folder: Path) -> str:
+    place, colon, name = function.partition(".py:")
+    path = folder / f"{place}.py"
+    return f"{path.resolve()}:{name}" if colon and path.is_file() else function
 
 
 def rule_sources(cfg: PPOConfig) -> list[tuple[RuleSource, float]]:

@@ -12,6 +12,7 @@ from tutelage import runfolder
 from tutelage.algorithms import ALGORITHMS
 from tutelage.build.data import StageData, batch_maker, stage_data, training_source
 from tutelage.build.folds import cross_validate
+from tutelage.build.functions import with_rule_paths
 from tutelage.build.stages import Stage, build_stage
 from tutelage.checkpoints import Checkpoints
 from tutelage.config import AnyConfig, PPOConfig, RewardModelConfig, dump_config, load_resolved
@@ -40,7 +41,7 @@ class RunResult:
 
 def run_recipe(loaded: Loaded, display: str = "auto") -> RunResult:
     """Train what the recipe says.  Raises TutelageError for anything the user can mend."""
-    cfg = loaded.config
+    cfg = with_rule_paths(loaded.config, loaded.recipe_path)
     data = stage_data(cfg)
     if isinstance(cfg, RewardModelConfig) and cfg.reward_model.folds > 1:
         folder = start_folder(cfg, data)
@@ -64,7 +65,8 @@ def resume_run(folder: Path, display: str = "auto") -> RunResult:
     data = stage_data(cfg)
     require_same_lineage(folder, cfg, data)
     torch.manual_seed(cfg.seed)
-    controller = assemble(cfg, data, build_stage(cfg, data), folder, display)
+    first = Checkpoints.step_of(latest) + 1
+    controller = assemble(cfg, data, build_stage(cfg, data), folder, display, first_step=first)
     controller.restore(latest, ALGORITHMS[cfg.algorithm].state_from)
     return finish(controller)
 
@@ -98,8 +100,10 @@ def require_same_lineage(folder: Path, cfg: AnyConfig, data: StageData) -> None:
                 )
 
 
-def assemble(cfg: AnyConfig, data: StageData, stage: Stage, folder: Path, display: str) -> Controller:
-    """The controller with everything it drives."""
+def assemble(
+    cfg: AnyConfig, data: StageData, stage: Stage, folder: Path, display: str, first_step: int = 0
+) -> Controller:
+    """The controller with everything it drives.  first_step: the first one that a resumed run takes again."""
     algorithm = ALGORITHMS[cfg.algorithm]
     transport = LocalTransport()
     last_word = stage.finish
@@ -128,7 +132,7 @@ def assemble(cfg: AnyConfig, data: StageData, stage: Stage, folder: Path, displa
         alarms=stage.alarms,
         log=log,
         display=show,
-        trackers=make_trackers(cfg.tracking, folder, cfg.name, cfg.model_dump()),
+        trackers=make_trackers(cfg.tracking, folder, cfg.name, cfg.model_dump(), first_step=first_step),
         finish=None if last_word is None else lambda: last_word(roles),
         state=algorithm.initial_state(cfg),
     )

@@ -141,6 +141,7 @@ def ppo_stage(cfg: PPOConfig, data: StageData) -> Stage:
         learners=("actor", "critic"),
         evaluator=evaluator,
         alarms=Alarms(cfg),
+        finish=lambda roles: {"reward_inputs_cut": roles.reward.cut_inputs().gather() or None},
         notes=[*reward.notes, critic_note],
         report_progress=report_progress,
     )

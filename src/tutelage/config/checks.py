@@ -71,6 +71,7 @@ def _ppo_problems(config: PPOConfig, where: Mapping[str, object], problems: list
             "controller multiplies the coefficient, so it would stay 0; start it above 0"
         )
     _reward_problems(config, where, problems)
+    _horizon_problem(config, where, problems)
     batch = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     if batch < config.ppo.minibatches:
         problems.append(
@@ -78,6 +79,16 @@ def _ppo_problems(config: PPOConfig, where: Mapping[str, object], problems: list
             f"rollout.samples_per_prompt {config.rollout.samples_per_prompt}"
             f"{_at('rollout.samples_per_prompt', where)} is {batch} responses, fewer than ppo.minibatches "
             f"{config.ppo.minibatches}{_at('ppo.minibatches', where)}: a mini-batch would be empty"
+        )
+
+
+def _horizon_problem(config: PPOConfig, where: Mapping[str, object], problems: list[str]) -> None:
+    """One step may change an adaptive coefficient by at most 20 % x sequences / horizon, which must stay under 1."""
+    sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    if config.kl.controller == "adaptive" and config.kl.horizon <= 0.2 * sequences:
+        problems.append(
+            f"kl.horizon is {config.kl.horizon}{_at('kl.horizon', where)} and a step has {sequences} responses: one "
+            f"step could turn the KL coefficient negative; use a horizon above {0.2 * sequences:g}, such as 10000"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -12,12 +12,18 @@ from tutelage.types import Rollout, Scores
 class Mix(Protocol):
     """Several sources with weights (`rewards.mix`)."""
 
+    sources: tuple[Any, ...]
+
     def score(self, rollout: Rollout) -> tuple[Tensor, Tensor, tuple[str, ...]]: ...
 
 
 class Reward:
     def __init__(self, mix: Mix) -> None:
         self.mix = mix
+
+    def cut_inputs(self) -> dict[str, int]:
+        """How many inputs of each reward model were over its context and lost their start, of those that were cut."""
+        return {source.name: source.cut for source in self.mix.sources if getattr(source, "cut", 0)}
 
     def score(self, rollout: Rollout) -> Scores:
         values_BK, total_B, names = self.mix.score(rollout)
