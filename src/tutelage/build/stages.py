@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tutelage.alarms import Alarms
 from tutelage.algorithms.reward_model import PairLoss
@@ -23,13 +26,15 @@ from tutelage.models.features import FeatureCache
 from tutelage.models.load import load_causal_lm, load_scalar_model
 from tutelage.roles.actor import Actor
 from tutelage.roles.critic import Critic
-from tutelage.roles.learner import Learner
+from tutelage.roles.learner import Exporting, Learner
 from tutelage.roles.reference import Reference
 from tutelage.roles.reward import Reward
 from tutelage.rollout.inprocess.engine import InProcessRollout
 from tutelage.rollout.sampling import SamplingParams
 
 Progress = Callable[[str, int, int], None]
+CENTRED_ON = 4096
+"""Chosen training answers whose mean score an exported reward model takes as 0, at most."""
 
 
 @dataclass
@@ -96,8 +101,10 @@ def reward_model_stage(cfg: RewardModelConfig, data: StageData, features: Featur
         engine.shift_bias(-mean)
         return {"bias_shift": -mean}
 
-    finish = centre if settings.centre_on_chosen else None
-    return Stage({"reward": Learner(engine, exporter(data))}, ("reward",), evaluator, finish=finish)
+    if not settings.centre_on_chosen:
+        return Stage({"reward": Learner(engine, exporter(data))}, ("reward",), evaluator)
+    learner = Learner(engine, centred_exporter(data, engine))
+    return Stage({"reward": learner}, ("reward",), evaluator, finish=centre)
 
 
 def ppo_stage(cfg: PPOConfig, data: StageData) -> Stage:
@@ -147,6 +154,25 @@ def ppo_stage(cfg: PPOConfig, data: StageData) -> Stage:
     )
 
 
-def exporter(data: StageData) -> Callable[[Path], None]:
+def exporter(data: StageData) -> Exporting:
     """What a model folder needs besides the model: which template it was trained with."""
-    return lambda folder: write_template(data.template, folder)
+
+    @contextmanager
+    def exporting(folder: Path) -> Iterator[None]:
+        yield
+        write_template(data.template, folder)
+
+    return exporting
+
+
+def centred_exporter(data: StageData, engine: LocalEngine) -> Exporting:
+    """Every folder that is written is centred, also the best one of an earlier step; training goes on uncentred."""
+    chosen = data.prepared.train.chosen
+    sample = chosen.select(torch.arange(min(len(chosen), CENTRED_ON)))
+
+    @contextmanager
+    def exporting(folder: Path) -> Iterator[None]:
+        with engine.shifted_bias(-float(engine.scores(sample).double().mean())), exporter(data)(folder):
+            yield
+
+    return exporting

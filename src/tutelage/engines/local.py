@@ -8,8 +8,8 @@ scalars once, globally (`math.coupled`).  Micro-batches only add up gradients: t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +278,18 @@ class LocalEngine:
     def shift_bias(self, shift: float) -> None:
         """Add to the head's bias, so that every score moves by `shift`."""
         self._scalar_model("reward").score.bias.add_(shift)
+
+    @contextmanager
+    def shifted_bias(self, shift: float) -> Iterator[None]:
+        """`shift_bias` for a while; the bias is then what it was, to the bit."""
+        bias = self._scalar_model("reward").score.bias
+        saved = bias.detach().clone()
+        self.shift_bias(shift)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                bias.copy_(saved)
 
     # ---- which model ----
 

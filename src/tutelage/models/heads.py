@@ -158,7 +158,8 @@ class ScalarModel(nn.Module):
         )
 
     def copied_head(self) -> dict[str, nn.Linear]:
-        return {name: copy.deepcopy(layer) for name, layer in self._layers()}
+        """To be trained, also where this model is frozen."""
+        return {name: copy.deepcopy(layer).requires_grad_(True) for name, layer in self._layers()}
 
     def _layers(self) -> Iterable[tuple[str, nn.Linear]]:
         return (("score", self.score),) if self.dense is None else (("score", self.score), ("dense", self.dense))

@@ -107,7 +107,7 @@ def save_adapter(adapted: PeftModel, weights: Mapping[str, Tensor], folder: Path
 
 
 def merge_folder(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """`base` with the adapter of `folder` merged into its weights. Raises ModelError for a pickled adapter."""
+    """`base` with the adapter of `folder` merged in, all of it trainable. Raises ModelError for a pickled adapter."""
     if not (folder / "adapter_model.safetensors").is_file():
         raise ModelError(
             f"{folder} has no adapter_model.safetensors; pickled adapters (.bin) are never opened",
@@ -115,4 +115,4 @@ def merge_folder(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
         )
     merged = PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
     assert isinstance(merged, PreTrainedModel)
-    return merged
+    return merged.requires_grad_(True)

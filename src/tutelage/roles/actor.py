@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tutelage.protocols import Engine, Loss, RolloutEngine
+from tutelage.roles.learner import Exporting
 from tutelage.types import Prompts, Ragged, Rollout, Stats
 
 
 class Actor:
     """temperature divides the logits in sampling and in every logprob, here and in the reference."""
 
-    def __init__(
-        self, engine: Engine, rollout: RolloutEngine, temperature: float, also_export: Callable[[Path], None]
-    ) -> None:
+    def __init__(self, engine: Engine, rollout: RolloutEngine, temperature: float, exporting: Exporting) -> None:
         self.engine = engine
-        self.also_export = also_export
+        self.exporting = exporting
         self.rollout = rollout
         self.temperature = temperature
 
@@ -42,5 +41,5 @@ class Actor:
 
     def save_pretrained(self, folder: Path) -> None:
         """A Hugging Face folder, and what the build adds to it."""
-        self.engine.save_pretrained(folder)
-        self.also_export(folder)
+        with self.exporting(folder):
+            self.engine.save_pretrained(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ from torch import Tensor
 from tutelage.protocols import Engine, Loss, SeparableLoss
 from tutelage.types import Sequences, Stats
 
+Exporting = Callable[[Path], AbstractContextManager[None]]
+"""Wraps the writing of a model folder: what is done to the model before it, and added to the folder after it."""
+
 
 class Learner:
     """step, evaluate, state and export of one engine."""
 
-    def __init__(self, engine: Engine, also_export: Callable[[Path], None]) -> None:
+    def __init__(self, engine: Engine, exporting: Exporting) -> None:
         self.engine = engine
-        self.also_export = also_export
+        self.exporting = exporting
 
     def step(self, batch: Any, loss: Loss) -> Stats:
         return self.engine.step(batch, loss)
@@ -37,5 +41,5 @@ class Learner:
 
     def save_pretrained(self, folder: Path) -> None:
         """A Hugging Face folder, and what the build adds to it."""
-        self.engine.save_pretrained(folder)
-        self.also_export(folder)
+        with self.exporting(folder):
+            self.engine.save_pretrained(folder)
