@@ -20,6 +20,8 @@ from tutelage.config import load_checked
 from tutelage.demo.corpus import write_corpus
 from tutelage.demo.model import build_model_folder
 
+NO_KL_STEPS = 50
+"""Long enough for the learned reward's errors to be exploited, where nothing holds the policy back."""
 SFT, REWARD_MODEL, PPO, NO_KL = "1-sft", "2-reward-model", "3-ppo", "4-ppo-without-kl"
 
 
@@ -46,7 +48,7 @@ def run_demo(folder: Path, seed: int, display: str) -> dict[str, Any]:
     prompts = (f"data.train={corpus.train_prompts}", f"data.eval={corpus.eval_prompts}")
     models = (f"model.path={sft.best_model}", f"reward.model={reward.best_model}")
     with_kl = stage("demo_ppo", PPO, *models, *prompts)
-    without = stage("demo_ppo", NO_KL, *models, *prompts, "kl.coef=0")
+    without = stage("demo_ppo", NO_KL, *models, *prompts, "kl.coef=0", f"max_steps={NO_KL_STEPS}")
     outcome = {
         "folder": str(folder),
         "seed": seed,
