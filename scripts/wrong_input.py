@@ -25,10 +25,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -41,7 +43,7 @@ TOPICS = ("tea", "cats", "rain", "bread", "music", "bikes", "trees", "maps")
 COMMAND = (sys.executable, "-c", "from tutelage.cli import main; main()")
 WAIT_S = 120
 RECIPES = {
-    "sft": "sft: {batch_size: 8}\ndata: {train: data/demonstrations.jsonl}\n",
+    "sft": "sft: {batch_size: 8, epochs: 2}\ndata: {train: data/demonstrations.jsonl}\n",
     "reward_model": "reward_model: {batch_size: 8}\ndata: {train: data/pairs.jsonl}\n",
     "ppo": """\
 data: {train: data/prompts.jsonl}
@@ -175,17 +177,17 @@ def pickled_weights(root: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Malicious()))
 
 
-def nan_reward_model(root: Path) -> None:
-    """A reward model trained for one step, whose head then gets a NaN."""
-    from safetensors.torch import load_file, save_file
-
+def nan_models(root: Path) -> None:
+    """A reward model trained for one step: one copy whose head is NaN, one whose transformer is."""
     outcome = call(root, ("run", "reward_model.yaml", "name=tiny", "max_steps=1"))
     assert outcome.exit_code == 0, outcome.message
-    shutil.copytree(root / "runs" / "tiny" / "checkpoints" / "best" / "model", root / "models" / "nan_reward")
+    for name, part in (("nan_head", "score.weight"), ("nan_weights", "norm.weight")):
+        folder = root / "models" / name
+        shutil.copytree(root / "runs" / "tiny" / "checkpoints" / "best" / "model", folder)
+        tensors = load_file(folder / "model.safetensors")
+        broken = {k: torch.full_like(t, torch.nan) if k.endswith(part) else t for k, t in tensors.items()}
+        save_file(broken, folder / "model.safetensors", {"format": "pt"})
     shutil.rmtree(root / "runs" / "tiny")
-    for file in (root / "models" / "nan_reward").glob("*.safetensors"):
-        tensors = load_file(file)
-        save_file({k: torch.full_like(t, torch.nan) for k, t in tensors.items()}, file, {"format": "pt"})
 
 
 def with_rule(name: str) -> str:
@@ -296,8 +298,13 @@ CASES = (
     Case(
         "nan_reward_model",
         "A reward model whose scores are NaN",
-        ("run", "ppo.yaml", "name=nan_model", "reward.rules=[]", "reward.model=models/nan_reward"),
-        nan_reward_model,
+        ("run", "ppo.yaml", "name=nan_head", "reward.rules=[]", "reward.model=models/nan_head"),
+        nan_models,
+    ),
+    Case(
+        "nan_weights",
+        "A model with weights that are NaN",
+        ("run", "ppo.yaml", "name=nan_weights", "reward.rules=[]", "reward.model=models/nan_weights"),
     ),
     Case(
         "wrong_number",
@@ -309,7 +316,12 @@ CASES = (
         "A reward function that raises",
         ("run", "ppo.yaml", "name=raises", with_rule("divides_by_zero")),
     ),
-    Case("not_a_run", "Resuming what is not a run", ("resume", "runs/pppo")),
+    Case(
+        "not_a_run",
+        "Resuming what is not a run",
+        ("resume", "runs/min"),
+        lambda root: call(root, ("run", "sft.yaml", "name=mine", "max_steps=1")),
+    ),
 )
 
 
@@ -347,9 +359,13 @@ def run_case(root: Path, case: Case) -> Outcome:
     return outcome
 
 
+def one_case(case: Case, root: Path) -> list[Outcome]:
+    return [run_case(root, case)]
+
+
 def left_behind(folder: Path) -> str:
     """The steps and samples of a run folder, in words."""
-    steps = [record["step"] for record in read_metrics(folder) if "policy/loss" in record or "actor/loss" in record]
+    steps = [record["step"] for record in read_metrics(folder) if "time/step_s" in record]
     samples = sorted(path.stem for path in (folder / "samples").glob("*.jsonl"))
     return f"metrics of the steps {steps or 'none'}, samples: {', '.join(samples) or 'none'}"
 
@@ -413,8 +429,12 @@ def full_disk(root: Path, room: float) -> list[Outcome]:
     folder = root / "disk" / "full"
     with small_disk(root / "disk", sum(sizes[:2]) + int(room * sizes[2])) as grow:
         failed = call(root, args)
-        failed.facts += [f"the disk: {grow.kind}", left_behind(folder), f"checkpoints: {', '.join(checkpoints(folder))}"]
-        failed.facts += [f"left of the failed one: {', '.join(partial(folder)) or 'nothing'}"]
+        failed.facts += [
+            f"the disk: {grow.kind}",
+            left_behind(folder),
+            f"checkpoints: {', '.join(checkpoints(folder))}",
+        ]
+        failed.facts += [f"left of the failed one: {', '.join(hidden(folder)) or 'nothing'}"]
         grow()
         resumed = call(root, ("resume", "disk/full"))
         resumed.message = "\n".join(resumed.message.splitlines()[-2:])
@@ -422,7 +442,7 @@ def full_disk(root: Path, room: float) -> list[Outcome]:
     return [failed, resumed]
 
 
-def partial(folder: Path) -> list[str]:
+def hidden(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob(".*"))
 
 
@@ -455,7 +475,7 @@ def small_disk(folder: Path, size: int) -> Iterator[Growing]:
         remount = ["mount", "-o", "remount,size=64m", str(folder)]
         yield Growing(f"a tmpfs of {size // 1024} KiB", lambda: subprocess.run(remount, check=True))
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        subprocess.run(["umount", "-l", str(folder)], check=True)
         folder.rmdir()
 
 
@@ -466,18 +486,18 @@ def simulated_disk() -> Iterator[Growing]:
 
     write, full = module.save_file, [True]
 
-    def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    def limited(tensors: dict[str, torch.Tensor], path: Path) -> None:
         if full[0] and "step_000003" in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         write(tensors, path)
 
-    with mock.patch.object(module, "save_file", save_file):
+    with mock.patch.object(module, "save_file", limited):
         yield Growing("simulated (no right to mount): writing the third checkpoint raises ENOSPC", full.clear)
 
 
 SEQUENCES: dict[str, tuple[str, Callable[[Path], list[Outcome]]]] = {
     "full_disk": ("A full disk at checkpoint time", lambda root: full_disk(root, 0.3)),
-    "full_disk_half_way": ("A disk that fills while a checkpoint is written", lambda root: full_disk(root, 0.9)),
+    "full_disk_half_way": ("A disk that fills while a checkpoint is written", lambda root: full_disk(root, 1.1)),
     "killed": ("An interrupted run (kill -9), changed data, and going on", killed_run),
     "damaged": ("A damaged checkpoint", damaged_checkpoint),
 }
@@ -502,7 +522,8 @@ def main() -> int:
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         root = build_workspace(Path(folder).resolve())
-        jobs = [(case.name, case.title, lambda root, case=case: [run_case(root, case)]) for case in CASES]
+        jobs: list[tuple[str, str, Callable[[Path], list[Outcome]]]]
+        jobs = [(case.name, case.title, partial(one_case, case)) for case in CASES]
         jobs += [(name, title, sequence) for name, (title, sequence) in SEQUENCES.items()]
         for name, title, job in jobs:
             if options.only not in name:

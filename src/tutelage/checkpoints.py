@@ -40,7 +40,7 @@ class Checkpoints:
         target = self.folder / f"step_{step:06d}"
         partial = self.folder / f".step_{step:06d}.partial"
         flat = {name: flatten(role.state().gather()) for name, role in roles.items()}
-        self._require_space(sum(nbytes(tensors) for tensors, _ in flat.values()))
+        self._require_space(target, sum(nbytes(tensors) for tensors, _ in flat.values()))
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -49,8 +49,7 @@ class Checkpoints:
                 save_file({k: t.contiguous() for k, t in tensors.items()}, partial / f"{name}.safetensors")
                 write_json(partial / f"{name}.json", plain)
             write_json(partial / COMPLETE, dict(state))
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(partial, target)
+            put_in_place(partial, target)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise self._write_failed(target, error) from error
@@ -63,14 +62,15 @@ class Checkpoints:
         last = self.latest()
         kept = f"the last good one is {last.name}" if last else "there is no earlier one"
         return CheckpointError(
-            f"checkpoint {target} cannot be written: {error} ({free / 1e6:.0f} MB free); {kept}",
-            fix="free disk space, then `tutelage resume` the run, or lower checkpoint.keep",
+            f"checkpoint {target} cannot be written: {error} ({size_text(free)} free without it); {kept}",
+            fix="free disk space, then "
+            + ("`tutelage resume` the run, or lower checkpoint.keep" if last else "start again"),
         )
 
-    def _require_space(self, needed: int) -> None:
+    def _require_space(self, target: Path, needed: int) -> None:
         free = shutil.disk_usage(self.folder).free
         if needed > free:
-            raise self._write_failed(self.folder, OSError(f"it needs {needed / 1e6:.0f} MB"))
+            raise self._write_failed(target, OSError(f"it needs {size_text(needed)}"))
 
     def save_best(self, step: int, role: Any, quality: float, measured_by: str) -> bool:
         """Keep this model when its held-out quality is above the best so far's.  True when it was kept."""
@@ -82,8 +82,7 @@ class Checkpoints:
             partial.mkdir(parents=True)
             role.save_pretrained(partial / "model").gather()
             write_json(partial / "quality.json", {"step": step, "quality": quality, "measured_by": measured_by})
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(partial, target)
+            put_in_place(partial, target)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise self._write_failed(target, error) from error
@@ -114,6 +113,21 @@ class Checkpoints:
                 ) from error
             role.load_state(unflatten(tensors, read_json(path / f"{name}.json"))).gather()
         return read_json(path / COMPLETE)
+
+
+def put_in_place(partial: Path, target: Path) -> None:
+    """Rename `partial` to `target`; what was there before goes only when the new one is in place."""
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        os.replace(target, old)
+    os.replace(partial, target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def size_text(size: int) -> str:
+    """`12 MB`, or `340 kB` below one."""
+    return f"{size / 1e6:.0f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
 
 
 def nbytes(tensors: Mapping[str, torch.Tensor]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 import time
@@ -69,14 +70,15 @@ class Controller:
                     break
             summary = self.finished(time.perf_counter() - started)
         except TutelageError as error:
-            self.log.event(self.done, "error", str(error))
+            with contextlib.suppress(TutelageError):  # a full disk must not hide what went wrong
+                self.log.event(self.done, "error", str(error))
             raise
         finally:
             self.display.close()
+            self.log.close()
             for tracker in self.trackers:
                 tracker.close()
         self.display.finish(summary)
-        self.log.close()
         return summary
 
     def remaining(self) -> Iterator[Tensor]:
@@ -178,12 +180,12 @@ class Controller:
             self.roles.actor.publish(self.done).gather()
 
     def finished(self, seconds: float) -> dict[str, Any]:
-        """The last evaluation and checkpoint, and the summary."""
+        """The last checkpoint, so that what fails after it can be resumed; then the last evaluation and the summary."""
+        self.checkpoint()
         extra = dict(self.finish()) if self.finish else {}
         after = self.evaluate("after")
         if after:
             self.log.log(self.done, after)
-        self.checkpoint()
         summary = {
             "run": str(self.folder),
             "steps": self.done,

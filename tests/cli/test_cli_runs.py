@@ -18,6 +18,7 @@ from tutelage.config.describe import walk
 from tutelage.errors import TrainingError
 
 Cli = Callable[..., Any]
+LEFT = "  The run is in runs/mine, without a checkpoint yet (checkpoint.every=N writes them while training).\n"
 
 
 def test_run_trains_the_recipe_with_its_overrides(tutelage: Cli, build: Any, folder: Path) -> None:
@@ -66,7 +67,7 @@ def test_an_error_of_ours_is_one_message_and_exit_1(tutelage: Cli, build: Any, f
     build.then = fail
     result = tutelage("run", "mine.yaml")
     assert result.exit_code == 1
-    assert result.stderr == "TrainingError: the loss is nan\n  fix: lower optim.lr\n  at step 3 of 9\n"
+    assert result.stderr == "TrainingError: the loss is nan\n  fix: lower optim.lr\n  at step 3 of 9\n" + LEFT
 
 
 @pytest.mark.parametrize("place", [0, 3])

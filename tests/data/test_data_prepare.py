@@ -280,6 +280,14 @@ def test_wrong_format_for_the_stage(write: Write, template: ChatTemplate) -> Non
         prepare_demonstrations(DataConfig(train=path), template, "assistant", 0)
 
 
+def test_wrong_format_names_the_columns_that_are_missing_and_their_near_ones(
+    write: Write, template: ChatTemplate
+) -> None:
+    path = write([{"prompt": "q", "chosen": "a", "rejcted": "b"}])
+    with pytest.raises(DataError, match=r"prompt, chosen, rejcted; preference lacks rejected \(is it rejcted\?\)"):
+        prepare_pairs(DataConfig(train=path), template, 0)
+
+
 def test_fingerprint_is_of_all_rows_read(write: Write, template: ChatTemplate) -> None:
     one = prepare_pairs(DataConfig(train=write(GOOD)), template, 0).fingerprint
     assert one == prepare_pairs(DataConfig(train=write(GOOD, "copy")), template, 9).fingerprint

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tutelage.build.data import stage_data, training_source
 from tutelage.build.functions import load_gold, rule_sources, with_rule_paths
-from tutelage.config import PPOConfig, RewardModelConfig
+from tutelage.config import AnyConfig, PPOConfig, RewardModelConfig
 from tutelage.config.loading import Loaded
 from tutelage.models.load import require_model, weights_size
 
@@ -14,17 +14,8 @@ from tutelage.models.load import require_model, weights_size
 def check_recipe(loaded: Loaded) -> list[str]:
     """Lines that say what was found.  Raises TutelageError for what would stop the run."""
     cfg = with_rule_paths(loaded.config, loaded.recipe_path)
-    models = {"model": cfg.model.path}
-    if isinstance(cfg, PPOConfig):
-        if cfg.reward.model is not None:
-            models["reward"] = cfg.reward.model
-        if cfg.critic.init not in ("auto", "reward", "policy"):
-            models["critic"] = cfg.critic.init
-        rule_sources(cfg)
-        load_gold(cfg)
     lines = []
-    for role, path in models.items():
-        require_model(path)
+    for role, path in require_named(cfg).items():
         size = weights_size(path)
         lines.append(f"{role}: {path}" + (f" ({size / 1e6:.1f} MB of weights)" if size else ""))
     data = stage_data(cfg)
@@ -36,3 +27,18 @@ def check_recipe(loaded: Loaded) -> list[str]:
         lines.append(f"cross-validation: {cfg.reward_model.folds} models on grouped folds")
     lines.append(f"run folder: {Path(cfg.output_dir) / cfg.name}")
     return lines
+
+
+def require_named(cfg: AnyConfig) -> dict[str, str]:
+    """Role -> path of every model that a recipe names.  Raises ModelError, RewardError where a name leads nowhere."""
+    models = {"model": cfg.model.path}
+    if isinstance(cfg, PPOConfig):
+        if cfg.reward.model is not None:
+            models["reward"] = cfg.reward.model
+        if cfg.critic.init not in ("auto", "reward", "policy"):
+            models["critic"] = cfg.critic.init
+        rule_sources(cfg)
+        load_gold(cfg)
+    for path in models.values():
+        require_model(path)
+    return models

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from tutelage import runfolder
 from tutelage.algorithms import ALGORITHMS
+from tutelage.build.check import require_named
 from tutelage.build.data import StageData, batch_maker, stage_data, training_source
 from tutelage.build.folds import cross_validate
 from tutelage.build.functions import with_rule_paths
@@ -42,6 +44,7 @@ class RunResult:
 def run_recipe(loaded: Loaded, display: str = "auto") -> RunResult:
     """Train what the recipe says.  Raises TutelageError for anything the user can mend."""
     cfg = with_rule_paths(loaded.config, loaded.recipe_path)
+    require_named(cfg)
     data = stage_data(cfg)
     if isinstance(cfg, RewardModelConfig) and cfg.reward_model.folds > 1:
         folder = start_folder(cfg, data)
@@ -72,11 +75,15 @@ def resume_run(folder: Path, display: str = "auto") -> RunResult:
 
 
 def start_folder(cfg: AnyConfig, data: StageData) -> Path:
-    """The run folder with its resolved settings, lineage and preflight."""
+    """The run folder with its resolved settings, lineage and preflight; none where they cannot be written."""
     folder = runfolder.create(cfg.output_dir, cfg.name)
-    write_bytes(folder / "config.yaml", dump_config(cfg).encode())
-    runfolder.write_json(folder / "lineage.json", lineage_of(cfg, data))
-    runfolder.write_json(folder / "preflight.json", data.prepared.preflight.as_dict())
+    try:
+        write_bytes(folder / "config.yaml", dump_config(cfg).encode())
+        runfolder.write_json(folder / "lineage.json", lineage_of(cfg, data))
+        runfolder.write_json(folder / "preflight.json", data.prepared.preflight.as_dict())
+    except CheckpointError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return folder
 
 

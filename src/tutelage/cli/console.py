@@ -94,13 +94,17 @@ def require_run(folder: Path) -> Path:
 
 @contextmanager
 def interruptible(output_dir: Path, resumed: Path | None = None) -> Iterator[None]:
-    """Ctrl-C inside says which run folder was left behind and how to go on, and exits with 130.
+    """Ctrl-C inside says which run folder was left behind and how to go on, and exits with 130; an error says it too.
 
     The run's folder is `resumed`, or the folder that appeared under `output_dir` meanwhile.
     """
     before = _folders(output_dir)
     try:
         yield
+    except TutelageError as error:
+        for folder in sorted(_folders(output_dir) - before):
+            error.add_note(_how_to_go_on(folder))
+        raise
     except KeyboardInterrupt as stop:
         made = [resumed] if resumed else sorted(_folders(output_dir) - before)
         typer.echo("", err=True)

@@ -41,7 +41,7 @@ FOREIGN_NAMES = {
 
 _TRUNCATED = (
     "rollouts sample from the whole distribution: with {name} the samples would come from another distribution than "
-    "the one whose logprobs are trained. {name} is for evaluation and chat"
+    "the one whose logprobs are trained. Remove it: {name} is for evaluation and chat"
 )
 
 

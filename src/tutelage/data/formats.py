@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,6 +77,17 @@ _FOREIGN = {
 def _classify(row: Mapping[str, Any]) -> str | None:
     filled = {name for name, value in row.items() if value is not None}
     return next((f.name for f in FORMATS.values() if filled.issuperset(f.columns)), None)
+
+
+def missing_columns(columns: Sequence[str], wanted: Sequence[str]) -> str:
+    """`It has the columns a, b; preference lacks rejected (is it rejcted?)`, for each of the formats `wanted`."""
+    told = []
+    for name in wanted:
+        lacking = [column for column in FORMATS[name].columns if column not in columns]
+        spare = [column for column in columns if column not in _KNOWN]
+        near = {column: difflib.get_close_matches(column, spare, n=1) for column in lacking}
+        told.append(f"{name} lacks " + ", ".join(c + (f" (is it {near[c][0]}?)" if near[c] else "") for c in lacking))
+    return f"It has the columns {', '.join(columns)}; {'; '.join(told)}"
 
 
 def _example_rows(numbers: Sequence[int]) -> str:

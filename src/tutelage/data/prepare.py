@@ -16,7 +16,7 @@ import torch
 
 from tutelage.config.common import DataConfig, PromptDataConfig
 from tutelage.data.chat import ChatTemplate, Encoded, LossOn, train_on_all
-from tutelage.data.formats import conversions, convert, parse_rows
+from tutelage.data.formats import conversions, convert, missing_columns, parse_rows
 from tutelage.data.limits import Limits
 from tutelage.data.preflight import Preflight, Tally
 from tutelage.data.rows import (
@@ -311,9 +311,10 @@ def _read(
     possible = conversions(parsed.format)
     target = possible[0] if possible[0] in targets else next((name for name in targets if name in possible), None)
     if target is None:
+        columns = list(dict.fromkeys(name for row in table.rows for name in row))
         raise DataError(
             f"{source} has rows of the format {parsed.format}, which cannot become {kind}; "
-            f"wanted is {' or '.join(targets)}",
+            f"wanted is {' or '.join(targets)}. {missing_columns(columns, targets)}",
             fix="give other data, or rename its columns with data.columns={name in the file: name wanted}",
         )
     for number in parsed.diverging:

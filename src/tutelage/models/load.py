@@ -260,6 +260,12 @@ def _load_weights(path: str, auto: Any) -> PreTrainedModel:
             f"{path} {what} of {type(model).__name__}; they would start random",
             fix="give a complete model folder of this kind",
         )
+    broken = [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]
+    if broken:
+        raise ModelError(
+            f"{path} has weights that are NaN or infinite: {_some(broken)}",
+            fix="train it again with a lower optim.lr, or give an earlier checkpoint",
+        )
     return model
 
 
