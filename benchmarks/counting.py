@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-TRAINING = 2
+TRAINING = 3
 """Forward passes that a forward and a backward pass are worth."""
 
 

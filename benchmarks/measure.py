@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from workload import STAGES, Dtype, Sizes, Stage, Workload
 
 from tutelage.build.device import device
 from tutelage.models.precision import DTYPES
+
+Clock = Literal["elapsed", "processor"]
 
 SQUARE = 2048
 PROBE_SECONDS = 0.15
@@ -26,10 +28,15 @@ PROBE_SECONDS = 0.15
 
 @dataclass
 class Timing:
-    """seconds of each repeat, and the processor time of this process in them."""
+    """elapsed: seconds of each repeat; processor: this process's processor time in them; by: which of them counts."""
 
-    seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
+    by: Clock = "elapsed"
+    elapsed: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> list[float]:
+        return self.elapsed if self.by == "elapsed" else self.processor
 
     @property
     def median(self) -> float:
@@ -38,7 +45,7 @@ class Timing:
     @property
     def cores(self) -> float:
         """Cores that this process had on average; below its threads where other work ran, or where a stage waits."""
-        return sum(self.cpu_seconds) / sum(self.seconds)
+        return sum(self.processor) / sum(self.elapsed)
 
 
 @dataclass(frozen=True)
@@ -75,16 +82,17 @@ class Multiply:
         self.right = torch.randn(k, n, generator=generator).to(device(), DTYPES[dtype])
         self.out = self.left @ self.right
 
-    def rate(self, at_least: float = PROBE_SECONDS) -> float:
+    def rate(self, by: Clock = "elapsed", at_least: float = PROBE_SECONDS) -> float:
         """FLOP/s over as many products as take about `at_least` seconds."""
+        column = 0 if by == "elapsed" else 1
 
         def run(times: int) -> None:
             for _ in range(times):
                 torch.mm(self.left, self.right, out=self.out)
 
-        once = clock(lambda: run(1))[0]
+        once = clock(lambda: run(1))[column]
         times = max(1, round(at_least / max(once, 1e-6)))
-        return times * self.flops / clock(lambda: run(times))[0]
+        return times * self.flops / clock(lambda: run(times))[column]
 
 
 def model_products(workload: Workload) -> list[tuple[int, int, int]]:
@@ -95,21 +103,23 @@ def model_products(workload: Workload) -> list[tuple[int, int, int]]:
     return [(tokens, hidden, wide), (responses, hidden, config.vocab_size)]
 
 
-def interleaved(stages: Sequence[Stage], probe: Multiply, repeat: int) -> tuple[dict[str, Timing], list[float]]:
+def interleaved(
+    stages: Sequence[Stage], probe: Multiply, repeat: int, by: Clock = "elapsed"
+) -> tuple[dict[str, Timing], list[float]]:
     """Every stage once to warm up, then `repeat` rounds of all stages in turn, the multiply rate before each of them.
 
     In turn, so that what slows the machine for a while slows every stage and the rate alike.
     """
     for stage in stages:
         stage.run()
-    timings, rates = {stage.name: Timing() for stage in stages}, []
+    timings, rates = {stage.name: Timing(by) for stage in stages}, []
     for _ in range(repeat):
         for stage in stages:
-            rates.append(probe.rate())
+            rates.append(probe.rate(by))
             less = clock(stage.less) if stage.less is not None else (0.0, 0.0)
             whole = clock(stage.run)
-            timings[stage.name].seconds.append(whole[0] - less[0])
-            timings[stage.name].cpu_seconds.append(whole[1] - less[1])
+            timings[stage.name].elapsed.append(whole[0] - less[0])
+            timings[stage.name].processor.append(whole[1] - less[1])
     return timings, rates
 
 

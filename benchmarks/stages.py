@@ -45,7 +45,19 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=positive, help="torch threads; default: torch's own choice")
     parser.add_argument("--sequences", type=at_least_two, default=Sizes.sequences, help="sequences of every stage")
     parser.add_argument("--new-tokens", type=at_least_two, default=Sizes.new_tokens, help="of every sampled response")
+    parser.add_argument(
+        "--ragged-sequences",
+        type=at_least_two,
+        default=Sizes.ragged_sequences,
+        help="sequences of sft_packed and sft_padded",
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="compute precision")
+    parser.add_argument(
+        "--clock",
+        choices=("elapsed", "processor"),
+        default="elapsed",
+        help="processor: seconds that this process computed, for a machine shared with other work; one CPU thread only",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of lengths and token ids")
     parser.add_argument("--no-memory", action="store_true", help="do not run each stage again in a process of its own")
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
@@ -71,9 +83,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     disable_progress_bar()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    sizes = Sizes(sequences=args.sequences, new_tokens=args.new_tokens, seed=args.seed)
+    if args.clock == "processor" and (torch.get_num_threads() > 1 or device() == "cuda"):
+        raise SystemExit(
+            "error: several threads, and a GPU, make processor time say little\n  fix: --threads 1, no GPU"
+        )
+    sizes = Sizes(
+        sequences=args.sequences,
+        new_tokens=args.new_tokens,
+        ragged_sequences=args.ragged_sequences,
+        seed=args.seed,
+    )
     with tempfile.TemporaryDirectory() as scratch:
-        folder = build_tiny_folder(Path(scratch) / "tiny") if args.model == "tiny" else Path(args.model).expanduser()
+        tiny = args.model == "tiny"
+        folder = build_tiny_folder(Path(scratch) / "tiny") if tiny else Path(args.model).expanduser().resolve()
         try:
             print("\n".join(report(folder, sizes, args)))
         except TutelageError as error:
@@ -90,8 +112,8 @@ def report(folder: Path, sizes: Sizes, args: argparse.Namespace) -> list[str]:
         memory = {name: stage_memory(name, folder, sizes, args.dtype, torch.get_num_threads()) for name in names}
     stages = [STAGES[name](workload) for name in names]
     square = Multiply(SQUARE, SQUARE, SQUARE, args.dtype)
-    timings, rates = interleaved(stages, square, args.repeat)
-    rates = rates or [square.rate() for _ in range(args.repeat)]
+    timings, rates = interleaved(stages, square, args.repeat, args.clock)
+    rates = rates or [square.rate(args.clock) for _ in range(args.repeat)]
     rate = statistics.median(rates)
     lines = [header, f"multiply rate: {rate_line(rates)} ({square.name})", ""]
     if MATMUL in chosen:
@@ -113,7 +135,7 @@ def about(folder: Path, workload: Workload, args: argparse.Namespace) -> str:
     return (
         f"{name}: {weights.trunk / 1e6:.1f} M weights in the trunk, {weights.head / 1e6:.1f} M in the output layer; "
         f"{args.dtype}; {where}; {sizes.sequences} sequences, {sizes.new_tokens} tokens sampled of each; "
-        f"{args.repeat} rounds"
+        f"{args.repeat} rounds, {args.clock} time"
     )
 
 
@@ -124,7 +146,7 @@ def rate_line(rates: Sequence[float]) -> str:
 
 def product_rows(workload: Workload, rate: float, args: argparse.Namespace) -> list[list[str]]:
     products = [Multiply(m, k, n, args.dtype) for m, k, n in model_products(workload)]
-    rounds = [[product.rate() for product in products] for _ in range(args.repeat)]
+    rounds = [[product.rate(args.clock) for product in products] for _ in range(args.repeat)]
     medians = [statistics.median(seen) for seen in zip(*rounds, strict=True)]
     return [
         [product.name, f"{seen / 1e9:.1f}", f"{seen / rate:.0%}"]

@@ -131,10 +131,17 @@ def test_every_stage_runs_in_turn_and_the_logits_are_those_of_responses(work: wo
     work.largest_logits[:] = 0, 0
     timings, rates = measure.interleaved(every, probe, repeat=2)
     assert set(timings) == set(workload.STAGES)
-    assert all(len(t.seconds) == len(t.cpu_seconds) == 2 for t in timings.values())
+    assert all(len(t.elapsed) == len(t.processor) == 2 for t in timings.values())
     assert len(rates) == 2 * len(every)
     responses = [int(b.sequences.response_lens.sum()) for b in (work.demonstrations(), work.ragged_demonstrations())]
     assert work.largest_logits == [max(*responses, SIZES.sequences * SIZES.new_tokens), work.config.vocab_size]
+
+
+def test_the_clock_that_counts_and_the_cores_in_use() -> None:
+    timing = measure.Timing("processor", elapsed=[4.0, 2.0, 10.0], processor=[2.0, 1.0, 5.0])
+    assert timing.median == 2.0
+    assert measure.Timing("elapsed", timing.elapsed, timing.processor).median == 4.0
+    assert timing.cores == 0.5
 
 
 def test_memory_is_measured_in_a_process_of_its_own(work: workload.Workload) -> None:

@@ -25,6 +25,7 @@ from tutelage.errors import CheckpointError
 from tutelage.runfolder import read_json, write_json
 
 COMPLETE = "state.json"
+STATE_KEYS = ("done", "stopped", "seconds", "algorithm", "source", "alarms", "evaluator", "evaluations")
 
 
 class Checkpoints:
@@ -61,8 +62,9 @@ class Checkpoints:
         free = shutil.disk_usage(self.folder).free
         last = self.latest()
         kept = f"the last good one is {last.name}" if last else "there is no earlier one"
+        reason = error.what if isinstance(error, CheckpointError) else error
         return CheckpointError(
-            f"checkpoint {target} cannot be written: {error} ({size_text(free)} free without it); {kept}",
+            f"checkpoint {target} cannot be written: {reason} ({size_text(free)} free without it); {kept}",
             fix="free disk space, then "
             + ("`tutelage resume` the run, or lower checkpoint.keep" if last else "start again"),
         )
@@ -112,7 +114,14 @@ class Checkpoints:
                     fix="delete this checkpoint folder and resume from the one before it",
                 ) from error
             role.load_state(unflatten(tensors, read_json(path / f"{name}.json"))).gather()
-        return read_json(path / COMPLETE)
+        state = read_json(path / COMPLETE)
+        missing = [key for key in STATE_KEYS if not isinstance(state, dict) or key not in state]
+        if missing:
+            raise CheckpointError(
+                f"{path / COMPLETE} has no {', '.join(missing)}",
+                fix="delete this checkpoint folder and resume from the one before it",
+            )
+        return state
 
 
 def put_in_place(partial: Path, target: Path) -> None:

@@ -55,11 +55,13 @@ class Controller:
     done: int = 0
     state: Any = None
     stopped: str = ""
+    started: float = 0.0
+    seconds_before: float = 0.0
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def run(self) -> dict[str, Any]:
         """Train to the end; returns what summary.json holds."""
-        started = time.perf_counter()
+        self.started = time.perf_counter()
         self.display.start()
         try:
             if self.done == 0:
@@ -68,7 +70,7 @@ class Controller:
                 self.step(index)
                 if self.stopped:
                     break
-            summary = self.finished(time.perf_counter() - started)
+            summary = self.finished()
         except TutelageError as error:
             with contextlib.suppress(TutelageError):  # a full disk must not hide what went wrong
                 self.log.event(self.done, "error", str(error))
@@ -83,7 +85,7 @@ class Controller:
 
     def remaining(self) -> Iterator[Tensor]:
         for index in self.source:
-            if self.done >= self.total_steps:
+            if self.stopped or self.done >= self.total_steps:
                 return
             yield index
             if self.done >= self.total_steps:
@@ -136,7 +138,11 @@ class Controller:
         if self.evaluator is None:
             return {}
         self.display.phase("evaluation", 0, 1)
-        found: Evaluation = self.evaluator.evaluate(phase, self.done)
+        try:
+            found: Evaluation = self.evaluator.evaluate(phase, self.done)
+        except TutelageError as error:
+            error.add_note(f"in the evaluation after step {self.done}" if self.done else "in the first evaluation")
+            raise
         self.display.phase("evaluation", 1, 1)
         self.transport.take_seconds()
         if phase != "step":
@@ -150,13 +156,14 @@ class Controller:
 
     def checkpoint(self) -> None:
         handles = {name: getattr(self.roles, name) for name in self.learners}
-        evaluator_state = self.evaluator.state() if hasattr(self.evaluator, "state") else {}  # type: ignore[union-attr]
         state = {
             "done": self.done,
+            "stopped": self.stopped,
+            "seconds": self.seconds(),
             "algorithm": self.state.state_dict(),
             "source": self.source.state(),
             "alarms": self.alarms.state() if self.alarms else {},
-            "evaluator": evaluator_state,
+            "evaluator": {} if self.evaluator is None else self.evaluator.state(),
             "evaluations": self.evaluations,
         }
         path = self.checkpoints.save(self.done, handles, state)
@@ -166,30 +173,37 @@ class Controller:
         """Continue from a checkpoint: later metrics are dropped, they will be taken again."""
         handles = {name: getattr(self.roles, name) for name in self.learners}
         saved = self.checkpoints.load(path, handles)
-        self.done = saved["done"]
+        self.done, self.stopped, self.seconds_before = saved["done"], saved["stopped"], saved["seconds"]
         self.state = state_from(saved["algorithm"])
         self.source.load_state(saved["source"])
         self.evaluations = saved["evaluations"]
         if self.alarms is not None:
             self.alarms.load_state(saved["alarms"])
-        if saved["evaluator"] and hasattr(self.evaluator, "load_state"):
-            self.evaluator.load_state(saved["evaluator"])  # type: ignore[union-attr]
+        if self.evaluator is not None:
+            self.evaluator.load_state(saved["evaluator"])
         dropped = self.log.truncate_after(self.done)
         self.log.event(self.done, "resume", f"resumed from {path.name}; {dropped} later steps are taken again")
         if "actor" in self.schedule.algorithm.PUBLISHED:
             self.roles.actor.publish(self.done).gather()
 
-    def finished(self, seconds: float) -> dict[str, Any]:
+    def seconds(self) -> float:
+        """Of this run so far, resumed parts added up."""
+        return self.seconds_before + time.perf_counter() - self.started
+
+    def finished(self) -> dict[str, Any]:
         """The last checkpoint, so that what fails after it can be resumed; then the last evaluation and the summary."""
         self.checkpoint()
         extra = dict(self.finish()) if self.finish else {}
         after = self.evaluate("after")
         if after:
-            self.log.log(self.done, after)
+            self.record(after)
+        else:
+            role = getattr(self.roles, self.checkpoints.exported)
+            self.checkpoints.save_best(self.done, role, float(self.done), "the last step: nothing is held out")
         summary = {
             "run": str(self.folder),
             "steps": self.done,
-            "seconds": round(seconds, 1),
+            "seconds": round(self.seconds(), 1),
             "stopped": self.stopped or None,
             **self.evaluations,
             **extra,

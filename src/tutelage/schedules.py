@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tutelage.protocols import Algorithm, Transport
 from tutelage.types import Stats, merge_stats
 
 
@@ -20,7 +21,7 @@ class StepResult:
 class Synchronous:
     """learn(advantages(collect(batch))), then publish; every rollout comes from the newest weights."""
 
-    def __init__(self, algorithm: Any, transport: Any, roles: Any, cfg: Any) -> None:
+    def __init__(self, algorithm: Algorithm, transport: Transport, roles: Any, cfg: Any) -> None:
         self.algorithm = algorithm
         self.transport = transport
         self.roles = roles
@@ -31,9 +32,10 @@ class Synchronous:
         collected = algorithm.collect(self.transport.put(batch), roles, cfg)
         scored, after, stats = self.transport.call(algorithm.advantages, collected, state, cfg, outputs=3)
         updates = algorithm.learn(scored.gather(), roles, cfg, state)
-        for name in algorithm.PUBLISHED:
-            getattr(roles, name).publish(state.step + 1)
+        published = [getattr(roles, name).publish(state.step + 1) for name in algorithm.PUBLISHED]
         (learned,) = self.transport.call(merged_by_role, gathered(updates), algorithm.PREFIXES, stats)
+        for publication in published:
+            publication.gather()  # an error on the way to the rollout engine arrives here
         return StepResult(scored.gather(), after.gather(), learned.gather())
 
 

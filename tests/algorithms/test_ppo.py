@@ -56,7 +56,6 @@ def two_rows(**kwargs):
     )
 
 
-
 def test_rewards_to_go_are_score_minus_the_kl_still_to_come():
     cfg = config(ppo=PLAIN, kl={"coef": 0.1})
     batch, state, stats = ppo.advantages(two_rows(), ppo.initial_state(cfg), cfg)
@@ -72,6 +71,35 @@ def test_rewards_to_go_are_score_minus_the_kl_still_to_come():
     assert stats["reward/non_score"].mean == pytest.approx(-0.1 * (-0.5 + 1.0) / 2)
     assert stats["reward/rlhf"].mean == pytest.approx(0.5 - 0.1 * 0.25)
     assert state.step == 1
+
+
+@pytest.mark.parametrize(
+    ("estimator", "penalty"),
+    [
+        ("k2", [0.5**2 / 2 + 1.0**2 / 2, 1.0**2 / 2]),
+        ("k3", [math.exp(-0.5) - 1 + 0.5 + math.exp(1.0) - 1 - 1.0, math.exp(-1.0) - 1 + 1.0]),
+    ],
+)
+def test_the_reported_reward_is_less_the_penalty_of_the_recipes_estimator(estimator, penalty):
+    cfg = config(ppo={**PLAIN, "missing_eos_penalty": 3.0}, kl={"coef": 0.1, "estimator": estimator})
+    batch, _, stats = ppo.advantages(two_rows(), ppo.initial_state(cfg), cfg)
+    first_return = [row.tolist()[0] for row in batch.ret.rows()]
+    assert first_return == pytest.approx([2.0 - 0.1 * penalty[0], -1.0 - 3.0 - 0.1 * penalty[1]])
+    assert stats["reward/non_score"].mean == pytest.approx(-0.1 * sum(penalty) / 2)
+    assert stats["reward/rlhf"].mean == pytest.approx(sum(first_return) / 2)
+    assert stats["kl/sequence"].mean == pytest.approx((-0.5 + 1.0) / 2), "the reported KL is k1 all the same"
+
+
+def test_no_reward_source_can_take_the_name_of_another_metric():
+    cfg = config(ppo=PLAIN, kl={"coef": 0.1})
+    names = ("score_mean", "score_std", "non_score", "rlhf")
+    total = two_rows().score.total
+    sources = Scores(torch.arange(8.0).view(2, 4), total, names)
+    _, _, plain = ppo.advantages(two_rows(), ppo.initial_state(cfg), cfg)
+    _, _, stats = ppo.advantages(two_rows().adding(score=sources), ppo.initial_state(cfg), cfg)
+    for k, name in enumerate(names):
+        assert stats[f"reward/{name}"].mean == plain[f"reward/{name}"].mean
+        assert stats[f"reward/source/{name}"].mean == pytest.approx(k + 2.0)
 
 
 def test_the_score_goes_to_the_last_token_whose_mask_is_one():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from tutelage.algorithms import ALGORITHMS
 from tutelage.config import PPOConfig
-from tutelage.errors import ConfigError, PendingError
+from tutelage.errors import ConfigError, PendingError, RolloutError
 from tutelage.roles.actor import Actor
 from tutelage.roles.critic import Critic
 from tutelage.roles.reference import Reference
@@ -25,12 +27,30 @@ class Adder:
         raise KeyError("inside")
 
 
-@pytest.mark.parametrize("touch", [lambda p: p.shape, len, bool, lambda p: p[0], lambda p: [*p]])
-def test_local_results_cannot_be_read_before_they_are_gathered(touch):
-    result = LocalTransport().handle("adder", Adder()).add(1, b=2)
-    with pytest.raises(PendingError, match=r"adder\.add was read before it was gathered"):
+TOUCHES = {
+    "attribute": lambda p: p.shape,
+    "len": len,
+    "bool": bool,
+    "item": lambda p: p[0],
+    "iteration": lambda p: [*p],
+    "membership": lambda p: 3 in p,
+    "equal": lambda p: p == 3,
+    "equal to itself": lambda p: p == p,
+    "unequal": lambda p: p != 3,
+    "hash": lambda p: {p: 1},
+}
+
+
+@pytest.mark.parametrize("transport", [LocalTransport, RecordingTransport])
+@pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
+def test_results_cannot_be_read_before_they_are_gathered(touch, transport):
+    result = transport().handle("adder", Adder()).add(1, b=2)
+    with pytest.raises(PendingError, match=r"of the (pending result of adder\.add|recorded result) was read"):
         touch(result)
-    assert result.gather() == 3
+
+
+def test_a_local_result_is_gathered():
+    assert LocalTransport().handle("adder", Adder()).add(1, b=2).gather() == 3
 
 
 def test_local_pending_arguments_are_resolved_by_position_and_by_name():
@@ -82,3 +102,43 @@ def test_recording_refuses_to_look_at_data():
         _ = transport.handle("actor", Actor).generate("p").sequences
     with pytest.raises(AttributeError, match="no method genrate"):
         transport.handle("actor", Actor).genrate("p")
+
+
+class FailsLater:
+    """The result of a call that is sent off, and whose error arrives when it is gathered."""
+
+    def gather(self):
+        raise RolloutError("the new weights did not arrive")
+
+
+class Remote:
+    def __init__(self):
+        self.versions = []
+
+    def publish(self, version):
+        self.versions.append(version)
+        return FailsLater()
+
+
+def test_a_publication_that_fails_is_not_missed():
+    actor = Remote()
+    algorithm = SimpleNamespace(
+        PUBLISHED=("actor",),
+        PREFIXES={},
+        collect=lambda batch, roles, cfg: batch,
+        advantages=lambda batch, state, cfg: (batch, SimpleNamespace(step=state.step + 1), {}),
+        learn=lambda batch, roles, cfg, state: [],
+    )
+    schedule = Synchronous(algorithm, LocalTransport(), RoleSet({"actor": actor}), None)
+    with pytest.raises(RolloutError, match="the new weights did not arrive"):
+        schedule.step("prompts", SimpleNamespace(step=6))
+    assert actor.versions == [7]
+
+
+@pytest.mark.parametrize("transport", [LocalTransport, RecordingTransport])
+def test_every_transport_tells_where_the_time_went_and_begins_anew(transport):
+    running = transport()
+    running.handle("adder", Adder()).add(1, b=2)
+    first = running.take_seconds()
+    assert set(first) == ({("adder", "add")} if transport is LocalTransport else set())
+    assert running.take_seconds() == {}

@@ -68,7 +68,7 @@ def test_the_same_tokenizer_with_another_template_is_rendered_too(
         assert decoded.removesuffix("<|im_end|>") == f"\n\nHuman: {messages[0]['content']}\n\nAssistant: {text}"
 
 
-def test_after_training_the_chosen_answers_score_zero_on_average(tiny_llama_folder, write_rows):
+def test_a_model_that_is_kept_scores_its_chosen_answers_zero_on_average(tiny_llama_folder, write_rows, tmp_path):
     answers = [
         ("tea", "it is hot.", "no"),
         ("why", "so it is", "no no"),
@@ -89,11 +89,13 @@ def test_after_training_the_chosen_answers_score_zero_on_average(tiny_llama_fold
     chosen = data.prepared.train.chosen
     before = roles.reward.scores(chosen).gather().double()
     assert abs(float(before.mean())) > 0.05
-    assert stage.finish is not None
-    assert stage.finish(roles)["bias_shift"] == pytest.approx(-float(before.mean()))
-    after = roles.reward.scores(chosen).gather().double()
+    roles.reward.save_pretrained(tmp_path / "kept").gather()
+    kept = load_scalar_model(ModelConfig(path=str(tmp_path / "kept")), "reward")
+    with torch.no_grad():
+        after = kept.scores(chosen.tokens).double()
     assert float(after.mean()) == pytest.approx(0.0, abs=1e-5)
     torch.testing.assert_close(after - before, torch.full_like(after, -float(before.mean())), atol=1e-5, rtol=0)
+    assert torch.equal(roles.reward.scores(chosen).gather().double(), before)
 
 
 def test_a_best_model_that_was_kept_before_the_end_is_centred_too(tiny_llama_folder, write_rows, tmp_path):

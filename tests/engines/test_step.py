@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import engine_kit as kit
@@ -170,6 +171,22 @@ def test_training_lowers_the_loss_and_evaluate_changes_nothing(tiny_llama_folder
     for _ in range(5):
         engine.step(batch, loss)
     assert engine.evaluate(batch, loss)["loss"].mean < 0.5 * first
+
+
+@pytest.mark.parametrize("budget", [15, 10_000])
+def test_evaluate_serves_a_coupled_loss_and_leaves_no_gradient(budget, tiny_llama_folder):
+    engine, batch = kit.policy_engine(tiny_llama_folder, tokens_per_micro_batch=budget), kit.batch()
+    before = engine.state()["weights"]
+    rows = [row.double() for row in engine.logprobs(batch.sequences, 1.0).rows()]
+    sums = sorted(float(row.sum()) for row in rows)
+    gaps = [high - low for low, high in itertools.pairwise(sums)]
+    mean = sum(float(row.mean()) for row in rows) / len(rows)
+    found = engine.evaluate(batch, kit.SortedLoss())
+    assert found["loss"].mean == pytest.approx(sum(g**2 for g in gaps) + mean**2, rel=1e-5)
+    assert found["gap"].mean == pytest.approx(sum(gaps) / len(gaps), rel=1e-5)
+    assert engine.updates == 0
+    assert all(m.grad is None for m in engine.model.masters.masters.values())
+    assert all(torch.equal(before[n], w) for n, w in engine.state()["weights"].items())
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])

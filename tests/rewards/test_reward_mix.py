@@ -37,7 +37,7 @@ def test_sources_of_one_name_are_told_apart():
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_score_that_is_not_finite_is_named_by_source_and_row(bad):
     mix = RewardMix([Fixed("fine", [0.0, 0.0, 0.0]), Fixed("odd", [0.0, bad, bad])], [1.0, 0.0])
-    said = rf"odd returned {bad} for row 1 \(prompt 'id1', sample 0, response 'y'\), and 1 more rows"
+    said = rf"odd returned {bad} for row 1 \(prompt 'id1', sample 0, response 'y'\), and 1 more row"
     with pytest.raises(RewardError, match=said):
         mix.score(text_rollout("x", "y", "z"))
 

@@ -54,6 +54,16 @@ def test_a_resumed_ppo_run_repeats_the_rest_exactly(run, ppo_overrides, extra):
     assert [e for e in read_events(result.folder) if e["kind"] == "resume"]
 
 
+def test_a_run_that_its_kl_budget_stopped_stays_stopped(run, ppo_overrides):
+    result = run("ppo", *ppo_overrides, "kl.budget=1e-6", "kl.on_budget=stop", "optim.lr=1e-2")
+    assert result.summary["stopped"]
+    assert result.summary["steps"] < 4
+    (result.folder / "summary.json").unlink()
+    again = resume_run(result.folder, "plain")
+    assert again.summary["steps"] == result.summary["steps"]
+    assert again.summary["stopped"] == result.summary["stopped"]
+
+
 def test_a_finished_run_resumes_to_the_same_summary(run, files, tiny_llama_folder):
     result = run("sft", f"model.path={tiny_llama_folder}", f"data.train={files['demonstrations']}", "sft.batch_size=8")
     again = resume_run(result.folder, "plain")
@@ -64,13 +74,15 @@ def test_resume_refuses_other_data_than_the_run_began_with(run, files, tiny_llam
     data = tmp_path / "demonstrations.jsonl"
     shutil.copy(files["demonstrations"], data)
     result = run("sft", f"model.path={tiny_llama_folder}", f"data.train={data}", "sft.batch_size=8")
+    (result.folder / "summary.json").unlink()
     data.write_text(data.read_text() + '{"prompt": "new", "completion": "row"}\n')
-    with pytest.raises(CheckpointError, match="the data of .* changed since the run began"):
+    with pytest.raises(CheckpointError, match=r"the data of .* changed since the run began"):
         resume_run(result.folder, "plain")
 
 
 def test_resume_without_a_checkpoint_says_how_to_start_again(run, files, tiny_llama_folder):
     result = run("sft", f"model.path={tiny_llama_folder}", f"data.train={files['demonstrations']}", "sft.batch_size=8")
     shutil.rmtree(result.folder / "checkpoints")
+    (result.folder / "summary.json").unlink()
     with pytest.raises(CheckpointError, match=r"no complete checkpoint[\s\S]*tutelage run"):
         resume_run(result.folder, "plain")

@@ -20,7 +20,7 @@ def test_sft_lowers_the_held_out_loss_and_leaves_an_ordinary_model_folder(sft_ru
 
 def test_reward_model_learns_the_planted_preference_and_is_centred_on_chosen(reward_run):
     assert reward_run.summary["after"]["eval/accuracy"] == pytest.approx(1.0)
-    assert reward_run.summary["bias_shift"] != 0
+    assert json.loads((reward_run.best_model / "centring.json").read_text())["bias_shift"] != 0
 
 
 def test_a_run_folder_holds_everything_needed_to_understand_and_repeat_it(run, ppo_overrides):

@@ -1,9 +1,8 @@
-"""The algorithms by name.  Adding one means one file and one entry here, or `module:function` in a recipe."""
+"""The algorithms by name.  Adding one means one file and one entry here."""
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from tutelage.algorithms import ppo, reward_model, sft
+from tutelage.protocols import Algorithm
 
-ALGORITHMS: dict[str, ModuleType] = {"sft": sft, "reward_model": reward_model, "ppo": ppo}
+ALGORITHMS: dict[str, Algorithm] = {"sft": sft, "reward_model": reward_model, "ppo": ppo}

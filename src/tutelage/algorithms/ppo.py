@@ -23,7 +23,7 @@ from tutelage.math.policy_loss import ppo_policy_loss
 from tutelage.math.value_loss import clipped_value_loss
 from tutelage.types import Outputs, Ragged, Rollout, Stat, Stats
 
-ROLES = ("actor", "critic", "reference", "reward")
+ROLES: tuple[str, ...] = ("actor", "critic", "reference", "reward")
 PREFIXES = {"actor": "policy", "critic": "value"}
 PUBLISHED: tuple[str, ...] = ("actor",)
 
@@ -71,7 +71,8 @@ def advantages(batch: Rollout, state: PPOState, cfg: PPOConfig) -> tuple[Rollout
     penalty = KL_ESTIMATORS[cfg.kl.estimator if in_reward else "k1"]
     coef = state.kl.coef if in_reward else 0.0
     token_reward_BT = batch.token_reward.padded() if batch.token_reward is not None else None
-    reward_BT = kl_shaped_reward(score_B, penalty(logp_BT, ref_logp_BT), mask_BT, coef, token_reward_BT)
+    penalty_BT = penalty(logp_BT, ref_logp_BT)
+    reward_BT = kl_shaped_reward(score_B, penalty_BT, mask_BT, coef, token_reward_BT)
     if cfg.ppo.whiten_rewards:
         reward_BT = whiten(reward_BT, mask_BT, shift_mean=False)
 
@@ -86,7 +87,8 @@ def advantages(batch: Rollout, state: PPOState, cfg: PPOConfig) -> tuple[Rollout
 
     kl_B = masked_row_sum(KL_ESTIMATORS["k1"](logp_BT, ref_logp_BT), mask_BT)
     scale = budget_scale(float(kl_B.mean()), cfg)
-    stats = collected_stats(batch, kl_B, score_B, coef, scale, state.kl.coef)
+    non_score_B = -coef * masked_row_sum(penalty_BT, mask_BT)
+    stats = collected_stats(batch, kl_B, score_B, non_score_B, scale, state.kl.coef)
     stats["value/explained_variance"] = explained_variance(value_BT, return_BT, mask_BT)
     state = replace(state, step=state.step + 1, kl=state.kl.after(float(kl_B.mean()), len(batch)))
     lens = trained.lens
@@ -201,19 +203,22 @@ def explained_variance(value_BT: Tensor, return_BT: Tensor, mask_BT: Tensor) -> 
 
 
 def collected_stats(
-    batch: Rollout, kl_B: Tensor, score_B: Tensor, reward_coef: float, scale: float, kl_coef: float
+    batch: Rollout, kl_B: Tensor, score_B: Tensor, non_score_B: Tensor, scale: float, kl_coef: float
 ) -> Stats:
-    """What the rollouts of one step look like; sequence KL is k1 summed over tokens, token KL its mean over tokens."""
+    """What the rollouts of one step look like; sequence KL is k1 summed over tokens, token KL its mean over tokens.
+
+    score_B: after the missing-EOS penalty.  non_score_B: what the KL penalty added to each reward, in the recipe's
+    estimator; 0 where the KL is a term of the loss.
+    """
     assert batch.score is not None
     trained, lens = batch.sequences.trained, batch.sequences.response_lens.double()
-    non_score_B = -reward_coef * kl_B
     gap = (batch.column("old_logp").flat - batch.rollout_logp.flat).abs()
     total = batch.score.total.double()
     spread = float(total.std()) if len(batch) > 1 else 0.0
     return {
         "reward/score_mean": Stat.of(total),
         "reward/score_std": Stat(spread, 1),
-        **{f"reward/{name}": Stat.of(batch.score.values[:, k]) for k, name in enumerate(batch.score.names)},
+        **{f"reward/source/{name}": Stat.of(batch.score.values[:, k]) for k, name in enumerate(batch.score.names)},
         "reward/non_score": Stat.of(non_score_B),
         "reward/rlhf": Stat.of(score_B + non_score_B),
         "kl/sequence": Stat.of(kl_B),

@@ -13,7 +13,7 @@ from tutelage.config.reward_model import RewardModelConfig
 from tutelage.math.reward_loss import bradley_terry_loss, pair_accuracy
 from tutelage.types import Outputs, Pairs, Ragged, Stat, Stats
 
-ROLES = ("reward",)
+ROLES: tuple[str, ...] = ("reward",)
 PREFIXES = {"reward": "rm"}
 PUBLISHED: tuple[str, ...] = ()
 

@@ -12,7 +12,7 @@ from tutelage.config.sft import SFTConfig
 from tutelage.math.masking import aggregation_weights
 from tutelage.types import Demonstrations, Outputs, Ragged, Stat, Stats
 
-ROLES = ("actor",)
+ROLES: tuple[str, ...] = ("actor",)
 PREFIXES = {"actor": "sft"}
 PUBLISHED: tuple[str, ...] = ()
 

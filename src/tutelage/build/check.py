@@ -19,7 +19,7 @@ def check_recipe(loaded: Loaded) -> list[str]:
         size = weights_size(path)
         lines.append(f"{role}: {path}" + (f" ({size / 1e6:.1f} MB of weights)" if size else ""))
     data = stage_data(cfg)
-    lines += data.prepared.preflight.lines()
+    lines += [*data.prepared.preflight.lines(), *data.notes]
     _, steps = training_source(cfg, len(data.prepared.train))
     held_out = 0 if data.prepared.eval is None else len(data.prepared.eval)
     lines.append(f"train: {len(data.prepared.train)} rows, held out: {held_out}, steps: {steps}")

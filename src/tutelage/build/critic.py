@@ -27,6 +27,8 @@ def starting_point(cfg: PPOConfig, policy: LanguageModel, reward: ScalarModel | 
         model = load_scalar_model(settings, "value", "last", policy.tokenizer, seed=cfg.seed, device=device())
         return model, f"critic starts from {wanted}"
     obstacle = "there is no reward model" if reward is None else reward.critic_obstacle(policy.tokenizer)
+    if obstacle is None and (cfg.reward.rules or cfg.reward.weight != 1):
+        obstacle = "the reward is not the reward model's score alone, so its head would start on another scale"
     if wanted == "reward" and obstacle is not None:
         raise ModelError(
             f"critic.init is reward, but the critic cannot start there: {obstacle}",

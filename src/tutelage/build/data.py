@@ -16,6 +16,7 @@ from tutelage.data.prepare import Prepared, prepare_demonstrations, prepare_pair
 from tutelage.data.sampler import EpochSampler
 from tutelage.data.special import SpecialIds, special_ids
 from tutelage.data.templates import BUILT_IN
+from tutelage.errors import ConfigError
 from tutelage.models.load import context_length, load_config, load_tokenizer
 from tutelage.models.paths import base_of_adapter, local_path, quiet
 from tutelage.runfolder import write_json
@@ -24,11 +25,15 @@ from tutelage.types import Prompts
 
 @dataclass(frozen=True)
 class StageData:
-    """template: of the policy or reward model; prepared: train and eval; context: longest sequence of the model."""
+    """template: of the policy or reward model; prepared: train and eval; context: longest sequence of the model.
+
+    notes: how the rows fill the batches, where that is not even.
+    """
 
     template: ChatTemplate
     prepared: Prepared[Any]
     context: int | None
+    notes: tuple[str, ...] = ()
 
 
 TEMPLATE_FILE = "tutelage_template.json"
@@ -79,7 +84,38 @@ def stage_data(cfg: AnyConfig) -> StageData:
         prepared = prepare_prompts(
             cfg.data, template, cfg.seed, context=context, max_new_tokens=cfg.rollout.max_new_tokens
         )
-    return StageData(template, prepared, context)
+    return StageData(template, prepared, context, batch_notes(cfg, prepared))
+
+
+def batch_notes(cfg: AnyConfig, prepared: Prepared[Any]) -> tuple[str, ...]:
+    """What the batch settings do to these rows.  Raises ConfigError where they cannot work together."""
+    rows = len(prepared.train)
+    if isinstance(cfg, RewardModelConfig) and cfg.reward_model.use_margin and not bool(prepared.train.margin.any()):
+        raise ConfigError(
+            f"reward_model.use_margin is true, but no row of {cfg.data.train} has a margin",
+            fix="add a margin column, name it in data.columns, or drop use_margin",
+        )
+    if not isinstance(cfg, PPOConfig):
+        return ()
+    size, wanted = min(cfg.rollout.prompts_per_step, rows), cfg.rollout.prompts_per_step
+    responses = size * cfg.rollout.samples_per_prompt
+    if responses < cfg.ppo.minibatches:
+        raise ConfigError(
+            f"a step has {responses} responses ({rows} prompts in {cfg.data.train}), fewer than ppo.minibatches "
+            f"{cfg.ppo.minibatches}",
+            fix="give more prompts, or lower ppo.minibatches",
+        )
+    longest = max(len(tokens) for tokens in prepared.train.tokens) + cfg.rollout.max_new_tokens
+    if longest > cfg.rollout.tokens_in_flight:
+        raise ConfigError(
+            f"the longest prompt and its response may take {longest} tokens, rollout.tokens_in_flight is "
+            f"{cfg.rollout.tokens_in_flight}",
+            fix=f"raise rollout.tokens_in_flight to at least {longest}",
+        )
+    if size < wanted:
+        return (f"there are {rows} prompts, fewer than rollout.prompts_per_step {wanted}: a step takes all of them",)
+    left_out = rows % size
+    return (f"{left_out} of {rows} prompts are left out of each pass, others each time",) if left_out else ()
 
 
 def training_source(cfg: AnyConfig, items: int) -> tuple[EpochSampler, int]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from tutelage.config import AnyConfig, PPOConfig
+from tutelage.errors import RewardError
 from tutelage.evals.answers import Gold
 from tutelage.rewards.rules import RuleSource, load_rule
 
@@ -15,7 +16,10 @@ def with_rule_paths(cfg: AnyConfig, recipe: Path) -> AnyConfig:
     if not isinstance(cfg, PPOConfig):
         return cfg
     rules = [rule.model_copy(update={"function": beside(rule.function, recipe.parent)}) for rule in cfg.reward.rules]
-    return cfg.model_copy(update={"reward": cfg.reward.model_copy(update={"rules": rules})})
+    evaluation = cfg.evaluation
+    if evaluation.gold is not None:
+        evaluation = evaluation.model_copy(update={"gold": beside(evaluation.gold, recipe.parent)})
+    return cfg.model_copy(update={"reward": cfg.reward.model_copy(update={"rules": rules}), "evaluation": evaluation})
 
 
 def beside(function: str, folder: Path) -> str:
@@ -31,4 +35,12 @@ def rule_sources(cfg: PPOConfig) -> list[tuple[RuleSource, float]]:
 
 def load_gold(cfg: PPOConfig) -> Gold | None:
     """`evaluation.gold`, called with (prompt, response); never given to training."""
-    return cast(Gold, load_rule(cfg.evaluation.gold)) if cfg.evaluation.gold else None
+    gold = cfg.evaluation.gold
+    if gold is None:
+        return None
+    if ":" not in gold:
+        raise RewardError(
+            f"evaluation.gold is {gold!r}, which names no function of yours",
+            fix="give module:function or file.py:function, called with (prompt, response)",
+        )
+    return cast(Gold, load_rule(gold))

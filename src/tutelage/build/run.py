@@ -17,10 +17,12 @@ from tutelage.build.folds import cross_validate
 from tutelage.build.functions import with_rule_paths
 from tutelage.build.stages import Stage, build_stage
 from tutelage.checkpoints import Checkpoints
-from tutelage.config import AnyConfig, PPOConfig, RewardModelConfig, dump_config, load_resolved
+from tutelage.config import AnyConfig, RewardModelConfig, dump_config, load_resolved
+from tutelage.config.checks import check_sense
 from tutelage.config.loading import Loaded
 from tutelage.controller import Controller
 from tutelage.errors import CheckpointError
+from tutelage.models.paths import local_path
 from tutelage.reports.display import make_display
 from tutelage.reports.html import write_report
 from tutelage.reports.metrics_log import MetricsLog, write_bytes
@@ -51,14 +53,21 @@ def run_recipe(loaded: Loaded, display: str = "auto") -> RunResult:
         return RunResult(folder, cross_validate(cfg, data, folder, display))
     torch.manual_seed(cfg.seed)
     stage = build_stage(cfg, data)
+    stage.notes += check_sense(cfg)
     folder = start_folder(cfg, data)
     controller = assemble(cfg, data, stage, folder, display)
     return finish(controller)
 
 
 def resume_run(folder: Path, display: str = "auto") -> RunResult:
-    """Go on from the last complete checkpoint of a run.  Raises CheckpointError where there is none."""
+    """Go on from the last complete checkpoint of a run; of a finished run, its summary as it is.
+
+    Raises CheckpointError where there is no checkpoint.
+    """
     cfg = load_resolved(folder / "config.yaml")
+    if (folder / "summary.json").exists():
+        make_display(display, 0, cfg.name).event("resume", f"{folder} is finished: nothing is left to do")
+        return RunResult(folder, runfolder.read_json(folder / "summary.json"))
     latest = Checkpoints(folder / "checkpoints", "", 1).latest()
     if latest is None:
         raise CheckpointError(
@@ -88,9 +97,7 @@ def start_folder(cfg: AnyConfig, data: StageData) -> Path:
 
 
 def lineage_of(cfg: AnyConfig, data: StageData) -> dict[str, Any]:
-    models = {"model": runfolder.model_fingerprint(cfg.model.path)}
-    if isinstance(cfg, PPOConfig) and cfg.reward.model is not None:
-        models["reward"] = runfolder.model_fingerprint(cfg.reward.model)
+    models = {role: runfolder.model_fingerprint(local_path(path)) for role, path in require_named(cfg).items()}
     return runfolder.lineage(cfg.seed, {"data": data.prepared.fingerprint}, models)
 
 
@@ -117,11 +124,13 @@ def assemble(
     roles = RoleSet({name: transport.handle(name, role) for name, role in stage.roles.items()})
     source, total = training_source(cfg, len(data.prepared.train))
     show = make_display(display, total, cfg.name)
-    for line in data.prepared.preflight.lines():
-        show.event("data", line)
-    for line in stage.notes:
-        show.event("model", line)
     log = MetricsLog(folder)
+    renamed = [f"{cfg.name} was there already, this run is {folder.name}"] if folder.name != cfg.name else []
+    notes = [("data", line) for line in [*data.prepared.preflight.lines(), *data.notes]]
+    for kind, line in [*notes, *(("model", line) for line in [*renamed, *stage.notes])]:
+        show.event(kind, line)
+        if not first_step:
+            log.event(0, kind, line)
     stage.report_progress(show.phase)
     return Controller(
         folder=folder,

@@ -31,6 +31,7 @@ from tutelage.roles.reference import Reference
 from tutelage.roles.reward import Reward
 from tutelage.rollout.inprocess.engine import InProcessRollout
 from tutelage.rollout.sampling import SamplingParams
+from tutelage.runfolder import write_json
 
 Progress = Callable[[str, int, int], None]
 CENTRED_ON = 4096
@@ -95,16 +96,8 @@ def reward_model_stage(cfg: RewardModelConfig, data: StageData, features: Featur
             return None
         return HeldOutLoss(roles.reward, held_out, loss, cfg.evaluation.max_rows)
 
-    def centre(roles: Any) -> Mapping[str, Any]:
-        """Shift the bias so that chosen training answers score 0 on average (Stiennon et al. 2020)."""
-        mean = float(roles.reward.scores(train.chosen).gather().double().mean())
-        engine.shift_bias(-mean)
-        return {"bias_shift": -mean}
-
-    if not settings.centre_on_chosen:
-        return Stage({"reward": Learner(engine, exporter(data))}, ("reward",), evaluator)
-    learner = Learner(engine, centred_exporter(data, engine))
-    return Stage({"reward": learner}, ("reward",), evaluator, finish=centre)
+    exporting = centred_exporter(data, engine) if settings.centre_on_chosen else exporter(data)
+    return Stage({"reward": Learner(engine, exporting)}, ("reward",), evaluator)
 
 
 def ppo_stage(cfg: PPOConfig, data: StageData) -> Stage:
@@ -126,6 +119,7 @@ def ppo_stage(cfg: PPOConfig, data: StageData) -> Stage:
         seed=cfg.seed,
         tokens_in_flight=cfg.rollout.tokens_in_flight,
         forward_context=engine.forward_context,
+        response_prefix=data.template.response_prefix,
     )
     held_out, gold = data.prepared.eval, load_gold(cfg)
 
@@ -166,13 +160,18 @@ def exporter(data: StageData) -> Exporting:
 
 
 def centred_exporter(data: StageData, engine: LocalEngine) -> Exporting:
-    """Every folder that is written is centred, also the best one of an earlier step; training goes on uncentred."""
+    """Every model folder that is written has its bias shifted so that chosen training answers score 0 on average.
+
+    (Stiennon et al. 2020.)  The shift is in `centring.json` beside the model; the running model keeps its own bias.
+    """
     chosen = data.prepared.train.chosen
     sample = chosen.select(torch.arange(min(len(chosen), CENTRED_ON)))
 
     @contextmanager
     def exporting(folder: Path) -> Iterator[None]:
-        with engine.shifted_bias(-float(engine.scores(sample).double().mean())), exporter(data)(folder):
+        shift = -float(engine.scores(sample).double().mean())
+        with engine.shifted_bias(shift), exporter(data)(folder):
             yield
+        write_json(folder / "centring.json", {"bias_shift": shift, "chosen_answers": len(sample)})
 
     return exporting

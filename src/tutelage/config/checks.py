@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tutelage.config import describe
 from tutelage.config.ppo import PPOConfig
+from tutelage.config.reward_model import RewardModelConfig
 from tutelage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,6 +44,18 @@ def check_sense(config: AnyConfig, sources: Mapping[str, object] | None = None) 
             warnings.append(
                 f"kl.coef is 0{_at('kl.coef', where)}: nothing holds the policy near the reference; follow the gold "
                 "score and the KL, the proxy reward alone will look good while quality falls"
+            )
+    if isinstance(config, RewardModelConfig):
+        if config.model.lora_rank > 0 and config.reward_model.train_layers == 0:
+            problems.append(
+                f"model.lora_rank is {config.model.lora_rank}{_at('model.lora_rank', where)} and "
+                f"reward_model.train_layers is 0{_at('reward_model.train_layers', where)}: every adapter would be "
+                "frozen; drop one of them"
+            )
+        if config.reward_model.folds > 1:
+            warnings.append(
+                f"reward_model.folds is {config.reward_model.folds}{_at('reward_model.folds', where)}: the run reports "
+                "accuracy over all pairs and keeps no model; evaluation.*, checkpoint.* and tracking do not apply"
             )
     _refuse(problems, "")
     return warnings

@@ -34,7 +34,7 @@ class PromptDataConfig(Schema):
         "auto", "text", "messages", "prompt_completion", "preference", "implicit_preference", "unpaired", "prompt_only"
     ] = setting("auto", "Row format; auto looks at every row.")
     columns: dict[str, str] = setting(dict, "Rename columns of the file: {name in the file: name Tutelage knows}.")
-    limit: int | None = setting(None, "Use the first N rows only.", ge=1)
+    limit: int | None = setting(None, "Use the first N rows only, of train and of eval.", ge=1)
     max_prompt_tokens: int = setting(512, "Longer prompts are handled as too_long says.", ge=1)
     too_long: Literal["drop", "truncate", "error"] = setting(
         "drop", "drop the row, truncate (prompts lose their start, responses their end), or error."

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
 from tutelage.config.common import CheckpointConfig, ModelConfig, OptimConfig, PromptDataConfig, RunConfig
 from tutelage.config.schema import OnlyIf, Schema, setting
 
@@ -30,7 +28,12 @@ class PPOSettings(Schema):
     clip_high: float = setting(0.2, "Ratios above 1 + clip_high are clipped.", gt=0)
     dual_clip: float | None = setting(None, "Lower bound dual_clip * advantage where the advantage is negative.", gt=1)
     clip_value: float | None = setting(0.2, "Values move at most this far from the old ones; null: not clipped.", gt=0)
-    vf_coef: float = setting(0.5, "Weight of the value loss.", ge=0)
+    vf_coef: float = setting(
+        0.5,
+        "Weight of the value loss. Policy and critic have an optimiser each, so Adam and gradient clipping leave it "
+        "little effect; to train the critic faster or slower set critic.lr.",
+        ge=0,
+    )
     entropy_coef: float = setting(0.0, "Weight of the entropy bonus.", ge=0)
     gamma: float = setting(1.0, "Discount per token.", gt=0, le=1)
     lam: float = setting(0.95, "GAE lambda.", ge=0, le=1)
@@ -107,4 +110,4 @@ class PPOConfig(RunConfig):
     evaluation: PPOEvaluation = setting(PPOEvaluation, "Held-out prompts.")
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "Checkpoints.")
     alarms: AlarmConfig = setting(AlarmConfig, "When to warn.")
-    epochs: int = Field(1, description="Passes over the prompts.", ge=1)
+    epochs: int = setting(1, "Passes over the prompts (ppo.epochs: passes over each rollout batch).", ge=1)

@@ -30,7 +30,9 @@ class RewardModelSettings(Schema):
     centring: float = setting(0.01, "Weight of (chosen + rejected)^2, which keeps scores around 0.", ge=0)
     use_margin: bool = setting(False, "Subtract the data's margin column inside the loss.")
     centre_on_chosen: bool = setting(
-        True, "After training, shift the head's bias so that the mean score of the chosen training answers is 0."
+        True,
+        "In every model folder written, shift the head's bias so that the mean score of the chosen training answers "
+        "(the first 4,096) is 0.",
     )
     folds: int = setting(0, "Cross-validate: train N models on grouped folds instead of one on all; 0 or 1: off.", ge=0)
 

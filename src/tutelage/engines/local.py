@@ -105,11 +105,11 @@ class LocalEngine:
         ones_B = torch.ones_like(sequences.tokens.lens)
         return self._by_budget(sequences, ones_B, lambda part: sequence_scores(model, part)).flat
 
-    def evaluate(self, batch: Any, loss: SeparableLoss) -> Stats:
+    def evaluate(self, batch: Any, loss: Loss) -> Stats:
         """The loss and its statistics on a batch, without gradient or update."""
         self.model.module.eval()
         with torch.no_grad():
-            total, stats = self._separable(batch, loss, self._cut(batch), backward=False)
+            total, stats = self._run(batch, loss, self._cut(batch), backward=False)
         return {**stats, "loss": Stat(total, 1)}
 
     def _by_budget(self, sequences: Sequences, lens_B: Tensor, run: Callable[[Sequences], Tensor]) -> Ragged:
@@ -135,8 +135,7 @@ class LocalEngine:
         parts = self._cut(batch)
         self.model.module.train()
         try:
-            run = self._coupled if isinstance(loss, CoupledLoss) else self._separable
-            total, stats = run(batch, loss, parts)
+            total, stats = self._run(batch, loss, parts)
             norm = self._clip(type(loss).__name__)
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
@@ -159,8 +158,7 @@ class LocalEngine:
         """The gradient of the loss by every trained weight, by name, without clipping or update."""
         self.model.module.train()
         try:
-            run = self._coupled if isinstance(loss, CoupledLoss) else self._separable
-            run(batch, loss, self._cut(batch))
+            self._run(batch, loss, self._cut(batch))
             masters = self.model.masters.masters
             return {n: m.grad.clone() for n, m in masters.items() if m.grad is not None}
         finally:
@@ -173,7 +171,15 @@ class LocalEngine:
     def _outputs(self, part: Any, loss: Loss) -> Any:
         return outputs(self.model, part.sequences, loss.outputs, self.temperature)
 
-    def _separable(self, batch: Any, loss: Any, parts: Iterable[Tensor], backward: bool = True) -> tuple[float, Stats]:
+    def _run(self, batch: Any, loss: Loss, parts: list[Tensor], backward: bool = True) -> tuple[float, Stats]:
+        """The loss and its statistics; with `backward`, the gradients of all parts summed into the weights."""
+        if isinstance(loss, CoupledLoss):
+            return self._coupled(batch, loss, parts, backward)
+        return self._separable(batch, loss, parts, backward)
+
+    def _separable(
+        self, batch: Any, loss: SeparableLoss, parts: Iterable[Tensor], backward: bool
+    ) -> tuple[float, Stats]:
         weights = loss.weights(batch)
         total, reports = 0.0, []
         for index_b in parts:
@@ -191,7 +197,7 @@ class LocalEngine:
             reports.append(stats)
         return total, merge_stats(reports)
 
-    def _coupled(self, batch: Any, loss: Any, parts: list[Tensor]) -> tuple[float, Stats]:
+    def _coupled(self, batch: Any, loss: CoupledLoss, parts: list[Tensor], backward: bool) -> tuple[float, Stats]:
         with torch.no_grad():
             found = [self._scalars(batch.select(index_b), loss) for index_b in parts]
         order_B = torch.cat(parts)
@@ -208,11 +214,11 @@ class LocalEngine:
         value, derivative_BK = coupled_loss(scalars_BK, couple)
         if not bool(torch.isfinite(value)):
             raise TrainingError(f"{type(loss).__name__} is {float(value)} at update {self.updates + 1}", fix=NOT_FINITE)
-        for index_b in parts:
+        for index_b in parts if backward else ():
             surrogate(self._scalars(batch.select(index_b), loss), derivative_BK[index_b]).backward()
         return float(value), reports[0]
 
-    def _scalars(self, part: Any, loss: Any) -> Tensor:
+    def _scalars(self, part: Any, loss: CoupledLoss) -> Tensor:
         scalars_bK = loss.scalars(self._outputs(part, loss), part)
         if scalars_bK.shape[0] != len(part):
             raise ShapeError(f"{type(loss).__name__}: scalars {tuple(scalars_bK.shape)} for {len(part)} items")

@@ -6,7 +6,7 @@ Shapes: B sequences, T response tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from tutelage.errors import RewardError
 from tutelage.evals.evaluation import Evaluation
 from tutelage.math.kl import kl_k1, sequence_kl
 from tutelage.math.stats import mean_interval, paired_interval
+from tutelage.rewards.checks import prompt_text
 from tutelage.runfolder import write_samples
 from tutelage.types import Prompts, Rollout
 
@@ -39,7 +40,7 @@ class HeldOutAnswers:
     def state(self) -> dict[str, Any]:
         return {"before": self.before}
 
-    def load_state(self, saved: dict[str, Any]) -> None:
+    def load_state(self, saved: Mapping[str, Any]) -> None:
         self.before = saved["before"]
 
     def evaluate(self, phase: str, step: int) -> Evaluation:
@@ -88,7 +89,7 @@ class HeldOutAnswers:
             {
                 "id": rollout.prompt_ids[i],
                 "phase": phase,
-                "prompt": rollout.messages[i][-1]["content"] if rollout.messages[i] else "",
+                "prompt": prompt_text(rollout.messages[i]),
                 "response": rollout.texts[i],
                 "proxy": float(rollout.score.total[i]),
                 "gold": self.gold_of(rollout, i),
@@ -102,11 +103,18 @@ class HeldOutAnswers:
     def gold_of(self, rollout: Rollout, i: int) -> float | None:
         if self.gold is None:
             return None
-        prompt = rollout.messages[i][-1]["content"] if rollout.messages[i] else ""
-        value = float(self.gold(prompt, rollout.texts[i]))
+        prompt, response = prompt_text(rollout.messages[i]), rollout.texts[i]
+        try:
+            value = float(self.gold(prompt, response))
+        except Exception as error:
+            raise RewardError(
+                f"the gold function failed on prompt {prompt!r} and response {response!r}: "
+                f"{type(error).__name__}: {error}",
+                fix="make it take (prompt, response) and return a number for every response, also an empty one",
+            ) from error
         if not math.isfinite(value):
             raise RewardError(
-                f"the gold function returned {value} for prompt {prompt!r} and response {rollout.texts[i]!r}",
+                f"the gold function returned {value} for prompt {prompt!r} and response {response!r}",
                 fix="return a finite number",
             )
         return value

@@ -29,6 +29,12 @@ class Evaluator(Protocol):
         """phase: "before", "step" or "after"."""
         ...
 
+    def state(self) -> dict[str, Any]:
+        """What later evaluations compare with; part of every checkpoint."""
+        ...
+
+    def load_state(self, saved: Mapping[str, Any]) -> None: ...
+
 
 class HeldOutLoss:
     """The training loss on held-out items; quality is accuracy where the loss reports one, else minus the loss."""
@@ -37,6 +43,13 @@ class HeldOutLoss:
         self.role = role
         self.batch = batch.select(torch.arange(min(len(batch), max_rows)))
         self.loss = loss
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: every evaluation stands alone."""
+        return {}
+
+    def load_state(self, saved: Mapping[str, Any]) -> None:
+        pass
 
     def evaluate(self, phase: str, step: int) -> Evaluation:
         stats = self.role.evaluate(self.batch, self.loss).gather()

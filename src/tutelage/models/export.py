@@ -26,7 +26,17 @@ def write_folder(
     model.config.save_pretrained(folder)
     model.config.dtype = dtype
     if tokenizer is not None:
+        save_tokenizer(tokenizer, folder)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Raises OSError where it cannot be written: the tokenizers library raises a bare Exception."""
+    try:
         tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(f"the tokenizer cannot be written to {folder}: {error}") from error
 
 
 def _persistent(model: PreTrainedModel) -> set[str]:

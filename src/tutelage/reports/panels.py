@@ -133,15 +133,6 @@ def _sft(has: set[str]) -> list[Panel]:
             "nats per token",
             (Curve("sft/loss", "train"), Curve("eval/loss", "held out", HELD_OUT, held_out=True)),
         ),
-        Panel(
-            "Token accuracy",
-            "share of response tokens",
-            (
-                Curve("sft/token_accuracy", "train"),
-                Curve("eval/token_accuracy", "held out", HELD_OUT, held_out=True),
-            ),
-            kind="percent",
-        ),
         *_supervised("sft", has),
     ]
 

@@ -38,6 +38,6 @@ def require_scores(values: Tensor, rollout: Rollout, source: str, fix: str) -> T
     bad = (~values_B.isfinite()).nonzero().squeeze(1)
     if bad.shape[0]:
         row = int(bad[0])
-        more = f", and {bad.shape[0] - 1} more rows" if bad.shape[0] > 1 else ""
+        more = f", and {bad.shape[0] - 1} more row{'s' * (bad.shape[0] > 2)}" if bad.shape[0] > 1 else ""
         raise RewardError(f"{source} returned {values_B[row].item()} for {row_name(rollout, row)}{more}", fix=fix)
     return values_B

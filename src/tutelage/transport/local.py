@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from tutelage.errors import PendingError
+from tutelage.transport.pending import Unreadable
 
 
-class Ready:
+class Ready(Unreadable):
     """A finished result that must be gathered before it is read."""
 
     __slots__ = ("_label", "_value")
@@ -33,21 +34,6 @@ class Ready:
             f"{what} of the pending result of {self._label} was read before it was gathered",
             fix="call .gather() on it first, or pass the pending result itself to another role",
         )
-
-    def __getattr__(self, name: str) -> NoReturn:
-        self._touched(f".{name}")
-
-    def __len__(self) -> int:
-        self._touched("the length")
-
-    def __bool__(self) -> bool:
-        self._touched("the truth value")
-
-    def __iter__(self) -> NoReturn:
-        self._touched("an element")
-
-    def __getitem__(self, key: object) -> NoReturn:
-        self._touched(f"[{key!r}]")
 
 
 def resolved(value: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from tutelage.errors import PendingError
+from tutelage.transport.pending import Unreadable
 
 
 @dataclass(frozen=True)
@@ -17,10 +18,9 @@ class Node:
     role: str
     method: str
     inputs: tuple[int, ...]
-    count: int = 1
 
 
-class Recorded:
+class Recorded(Unreadable):
     """A symbol for a result; it can be passed on, extended and cut, but holds no data."""
 
     def __init__(self, transport: RecordingTransport, sources: frozenset[int]) -> None:
@@ -38,9 +38,9 @@ class Recorded:
         for _ in range(epochs * count):
             yield self
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def _touched(self, what: str) -> NoReturn:
         raise PendingError(
-            f".{name} of a recorded result was read, but recording holds no data",
+            f"{what} of the recorded result was read, but recording holds no data",
             fix="move data-dependent work into `advantages`, which runs as one controller node",
         )
 
@@ -88,3 +88,7 @@ class RecordingTransport:
     def call(self, function: Callable[..., Any], *args: Any, outputs: int = 1) -> tuple[Recorded, ...]:
         node = self.node("controller", getattr(function, "__name__", "function"), args)
         return (node,) * outputs
+
+    def take_seconds(self) -> dict[tuple[str, str], float]:
+        """Nothing ran, so nothing took any time."""
+        return {}

@@ -39,6 +39,7 @@ class InProcessRollout:
     purpose           what `params` are for; truncated sampling is refused at once where that is training.
     forward_context   makes the context of the forward passes: the training engine's autocast, so both compute alike.
     prefill_tokens    prompt tokens packed into one forward pass.
+    response_prefix   what the chat template writes before an answer: part of the tokens, taken off the texts.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class InProcessRollout:
         progress: Progress | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         prefill_tokens: int = 8192,
+        response_prefix: str = "",
     ) -> None:
         """Raises RolloutError for a truncating default in training, another attention, or layers without a KV cache."""
         require_trainable(params, purpose)
@@ -66,6 +68,7 @@ class InProcessRollout:
         self.progress = progress
         self.forward_context = forward_context
         self.prefill_tokens = prefill_tokens
+        self.response_prefix = response_prefix
         self.version = 0
         self._config: Any = model.config
         _require_slotted(self._config)
@@ -173,6 +176,7 @@ class InProcessRollout:
         )
         eos = set(self.eos_ids)
         shown = [row[:-1] if row and row[-1] in eos else row for row in (r.tolist() for r in response_rows)]
+        texts = decode_rows(self.tokenizer, shown, skip_special_tokens=True)
         return Rollout(
             sequences=sequences,
             rollout_logp=Ragged.from_padded(out.logp, out.lens),
@@ -182,7 +186,7 @@ class InProcessRollout:
             group=group_B,
             truths=tuple(prompts.truths[b // n] for b in range(rows)),
             messages=tuple(prompts.messages[b // n] for b in range(rows)),
-            texts=tuple(decode_rows(self.tokenizer, shown, skip_special_tokens=True)),
+            texts=tuple(text.removeprefix(self.response_prefix) for text in texts),
             weights_version=torch.full((rows,), self.version, dtype=torch.int64),
         )
 
