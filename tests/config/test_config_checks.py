@@ -33,7 +33,7 @@ def ppo(**sections: Any) -> PPOConfig:
     ("overrides", "key"),
     [
         (["kl.target=6.0"], "kl.target"),
-        (["kl.horizon=5"], "kl.horizon"),
+        (["kl.horizon=500"], "kl.horizon"),
         (["kl.on_budget=stop"], "kl.on_budget"),
         (["model.lora_alpha=32.0"], "model.lora_alpha"),
         (["data.eval=e", "data.eval_fraction=0.2"], "data.eval_fraction"),
@@ -50,7 +50,7 @@ def test_a_key_without_effect_is_refused_even_at_its_default(recipe: str, overri
     "overrides",
     [
         [],
-        ["kl.controller=adaptive", "kl.target=3", "kl.horizon=5"],
+        ["kl.controller=adaptive", "kl.target=3", "kl.horizon=500"],
         ["kl.budget=4", "kl.on_budget=stop"],
         ["model.lora_rank=4", "model.lora_alpha=3"],
         ["data.eval_fraction=0.2"],

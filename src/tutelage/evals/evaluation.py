@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tutelage.protocols import SeparableLoss
+from tutelage.protocols import Loss
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Evaluator(Protocol):
 class HeldOutLoss:
     """The training loss on held-out items; quality is accuracy where the loss reports one, else minus the loss."""
 
-    def __init__(self, role: Any, batch: Any, loss: SeparableLoss, max_rows: int) -> None:
+    def __init__(self, role: Any, batch: Any, loss: Loss, max_rows: int) -> None:
         self.role = role
         self.batch = batch.select(torch.arange(min(len(batch), max_rows)))
         self.loss = loss

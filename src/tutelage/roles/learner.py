@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tutelage.protocols import Engine, Loss, SeparableLoss
+from tutelage.protocols import Engine, Loss
 from tutelage.types import Sequences, Stats
 
 Exporting = Callable[[Path], AbstractContextManager[None]]
@@ -26,7 +26,7 @@ class Learner:
     def step(self, batch: Any, loss: Loss) -> Stats:
         return self.engine.step(batch, loss)
 
-    def evaluate(self, batch: Any, loss: SeparableLoss) -> Stats:
+    def evaluate(self, batch: Any, loss: Loss) -> Stats:
         return self.engine.evaluate(batch, loss)
 
     def scores(self, sequences: Sequences) -> Tensor:
