@@ -133,7 +133,7 @@ def about(folder: Path, workload: Workload, args: argparse.Namespace) -> str:
     name = "tiny" if args.model == "tiny" else folder.name
     where = torch.cuda.get_device_name() if device() == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     return (
-        f"{name}: {weights.trunk / 1e6:.1f} M weights in the trunk, {weights.head / 1e6:.1f} M in the output layer; "
+        f"{name}: {weights.trunk / 1e6:.3g} M weights in the trunk, {weights.head / 1e6:.2g} M in the output layer; "
         f"{args.dtype}; {where}; {sizes.sequences} sequences, {sizes.new_tokens} tokens sampled of each; "
         f"{args.repeat} rounds, {args.clock} time"
     )

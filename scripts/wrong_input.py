@@ -358,7 +358,7 @@ def simulated_disk() -> Iterator[Growing]:
     write, full = module.save_file, [True]
 
     def limited(tensors: dict[str, torch.Tensor], path: Path) -> None:
-        if full[0] and "step_000003" in str(path):
+        if full and "step_000003" in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         write(tensors, path)
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -26,7 +27,11 @@ SFT, REWARD_MODEL, PPO, NO_KL = "1-sft", "2-reward-model", "3-ppo", "4-ppo-witho
 
 
 def run_demo(folder: Path, seed: int, display: str) -> dict[str, Any]:
-    """Everything in one folder; returns and prints what happened to proxy and gold reward."""
+    """Everything in one folder; returns and prints what happened to proxy and gold reward.
+
+    On one thread: the model's matrices are too small to be shared, and so the numbers do not depend on the core count.
+    """
+    torch.set_num_threads(1)
     started = time.perf_counter()
     folder = runfolder.fresh(folder)
     say = (lambda text: None) if display == "json" else typer.echo
