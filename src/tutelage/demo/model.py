@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tutelage.demo.language import every_sentence
 from tutelage.demo.tokenizer import build_tokenizer
+from tutelage.models.paths import quiet
 
 HIDDEN_SIZE = 64
 LAYERS = 2
@@ -41,6 +42,7 @@ def build_model_folder(dest: Path, seed: int) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
-    model.save_pretrained(dest)
+    with quiet():
+        model.save_pretrained(dest)
     tokenizer.save_pretrained(dest)
     return dest
