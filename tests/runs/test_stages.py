@@ -7,7 +7,7 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tutelage.reports.metrics_log import read_metrics
+from tutelage.reports.metrics_log import read_events, read_metrics
 
 
 def test_sft_lowers_the_held_out_loss_and_leaves_an_ordinary_model_folder(sft_run):
@@ -56,3 +56,11 @@ def test_the_first_minibatch_has_ratio_one_at_temperature_0_7(run, ppo_overrides
     assert step["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert step["policy/approx_kl"] == pytest.approx(0.0, abs=1e-8)
     assert step["kl/sequence"] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_a_warm_up_longer_than_the_run_is_noted_in_the_run_folder(run, files, tiny_llama_folder):
+    result = run(
+        "sft", f"model.path={tiny_llama_folder}", f"data.train={files['demonstrations']}", "optim.warmup_steps=500"
+    )
+    notes = [e["message"] for e in read_events(result.folder) if e["kind"] == "model"]
+    assert any("optim.warmup_steps is 500, the run has 1 updates" in note for note in notes)

@@ -53,10 +53,22 @@ class Stage:
 
 def build_stage(cfg: AnyConfig, data: StageData) -> Stage:
     if isinstance(cfg, SFTConfig):
-        return sft_stage(cfg, data)
-    if isinstance(cfg, RewardModelConfig):
-        return reward_model_stage(cfg, data)
-    return ppo_stage(cfg, data)
+        stage = sft_stage(cfg, data)
+    elif isinstance(cfg, RewardModelConfig):
+        stage = reward_model_stage(cfg, data)
+    else:
+        stage = ppo_stage(cfg, data)
+    stage.notes += warmup_notes(cfg, data)
+    return stage
+
+
+def warmup_notes(cfg: AnyConfig, data: StageData) -> list[str]:
+    """What to say about a warm-up that is longer than the run (a dry run has one)."""
+    _, steps = training_source(cfg, len(data.prepared.train))
+    updates = steps * cfg.ppo.epochs * cfg.ppo.minibatches if isinstance(cfg, PPOConfig) else steps
+    if cfg.optim.warmup_steps < updates:
+        return []
+    return [f"optim.warmup_steps is {cfg.optim.warmup_steps}, the run has {updates} updates: optim.lr is never reached"]
 
 
 def sft_stage(cfg: SFTConfig, data: StageData) -> Stage:

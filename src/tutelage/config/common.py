@@ -7,6 +7,7 @@ from typing import Literal
 from tutelage.config.schema import OnlyIf, Schema, setting
 
 LORA_ON = OnlyIf("model.lora_rank is above 0", lambda c: c.model.lora_rank > 0)
+SEVERAL_CHECKPOINTS = OnlyIf("checkpoint.every is above 0", lambda c: c.checkpoint.every > 0)
 NO_EVAL_FILE = OnlyIf("data.eval is not given", lambda c: c.data.eval is None)
 
 
@@ -62,7 +63,9 @@ class OptimConfig(Schema):
 
 class CheckpointConfig(Schema):
     every: int = setting(0, "Checkpoint every N steps; 0: only at the end.", ge=0)
-    keep: int = setting(2, "Keep the newest N checkpoints; the best one is kept besides.", ge=1)
+    keep: int = setting(
+        2, "Keep the newest N checkpoints; the best one is kept besides.", ge=1, only_if=SEVERAL_CHECKPOINTS
+    )
 
 
 class RunConfig(Schema):
