@@ -62,19 +62,23 @@ def build_stage(cfg: AnyConfig, data: StageData) -> Stage:
     return stage
 
 
+def total_updates(cfg: AnyConfig, data: StageData) -> int:
+    """Optimiser updates of a whole run: what the learning rate's schedule spans."""
+    _, steps = training_source(cfg, len(data.prepared.train))
+    return steps * cfg.ppo.epochs * cfg.ppo.minibatches if isinstance(cfg, PPOConfig) else steps
+
+
 def warmup_notes(cfg: AnyConfig, data: StageData) -> list[str]:
     """What to say about a warm-up that is longer than the run (a dry run has one)."""
-    _, steps = training_source(cfg, len(data.prepared.train))
-    updates = steps * cfg.ppo.epochs * cfg.ppo.minibatches if isinstance(cfg, PPOConfig) else steps
+    updates = total_updates(cfg, data)
     if cfg.optim.warmup_steps < updates:
         return []
     return [f"optim.warmup_steps is {cfg.optim.warmup_steps}, the run has {updates} updates: optim.lr is never reached"]
 
 
 def sft_stage(cfg: SFTConfig, data: StageData) -> Stage:
-    _, steps = training_source(cfg, len(data.prepared.train))
     policy = load_causal_lm(cfg.model, data.template.tokenizer, seed=cfg.seed, device=device())
-    engine = LocalEngine(policy, cfg.optim, total_updates=steps)
+    engine = LocalEngine(policy, cfg.optim, total_updates=total_updates(cfg, data))
     held_out, loss = data.prepared.eval, SFTLoss(cfg.sft.aggregation)
 
     def evaluator(roles: Any, folder: Path) -> Evaluator | None:
@@ -87,8 +91,7 @@ def sft_stage(cfg: SFTConfig, data: StageData) -> Stage:
 
 def reward_model_stage(cfg: RewardModelConfig, data: StageData, features: FeatureCache | None = None) -> Stage:
     """features: hidden states below a frozen trunk, from another model that starts from the same weights."""
-    train, held_out, loss = data.prepared.train, data.prepared.eval, PairLoss.of(cfg)
-    _, steps = training_source(cfg, len(train))
+    held_out, loss = data.prepared.eval, PairLoss.of(cfg)
     settings = cfg.reward_model
     model = load_scalar_model(
         cfg.model,
@@ -101,7 +104,7 @@ def reward_model_stage(cfg: RewardModelConfig, data: StageData, features: Featur
     )
     if settings.train_layers == 0:
         model.features = FeatureCache() if features is None else features
-    engine = LocalEngine(model, cfg.optim, total_updates=steps, train_layers=settings.train_layers)
+    engine = LocalEngine(model, cfg.optim, total_updates=total_updates(cfg, data), train_layers=settings.train_layers)
 
     def evaluator(roles: Any, folder: Path) -> Evaluator | None:
         if held_out is None:
@@ -113,8 +116,7 @@ def reward_model_stage(cfg: RewardModelConfig, data: StageData, features: Featur
 
 
 def ppo_stage(cfg: PPOConfig, data: StageData) -> Stage:
-    _, steps = training_source(cfg, len(data.prepared.train))
-    updates = steps * cfg.ppo.epochs * cfg.ppo.minibatches
+    updates = total_updates(cfg, data)
     temperature, uses_lora = cfg.rollout.temperature, cfg.model.lora_rank > 0
     policy = load_causal_lm(cfg.model, data.template.tokenizer, seed=cfg.seed, device=device())
     engine = LocalEngine(policy, cfg.optim, total_updates=updates, temperature=temperature)
