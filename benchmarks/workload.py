@@ -26,7 +26,7 @@ from tutelage.config import PPOConfig, RewardModelConfig
 from tutelage.config.common import ModelConfig, OptimConfig
 from tutelage.demo.language import every_sentence
 from tutelage.demo.tokenizer import build_tokenizer
-from tutelage.engines.local import LocalEngine
+from tutelage.engines.engine import ModelEngine
 from tutelage.errors import ModelError
 from tutelage.models.attention import NAME as PACKED_ATTENTION
 from tutelage.models.language_model import LanguageModel
@@ -114,7 +114,7 @@ class TokenScores:
 
     name = "reward_model"
 
-    def __init__(self, engine: LocalEngine) -> None:
+    def __init__(self, engine: ModelEngine) -> None:
         self.engine = engine
 
     def score(self, rollout: Rollout) -> Tensor:
@@ -142,7 +142,7 @@ class Workload:
     # ---- models ----
 
     @cached_property
-    def policy(self) -> LocalEngine:
+    def policy(self) -> ModelEngine:
         model = load_causal_lm(self.model_cfg, device=device())
         head, largest = model.model.get_output_embeddings(), self.largest_logits
 
@@ -152,7 +152,7 @@ class Workload:
                 largest[:] = rows, columns
 
         head.register_forward_hook(watch)
-        return LocalEngine(model, self.optim)
+        return ModelEngine(model, self.optim)
 
     @property
     def language_model(self) -> LanguageModel:
@@ -160,18 +160,18 @@ class Workload:
         return self.policy.model
 
     @cached_property
-    def critic(self) -> LocalEngine:
-        return LocalEngine(load_scalar_model(self.model_cfg, "value", "last", device=device()), self.optim)
+    def critic(self) -> ModelEngine:
+        return ModelEngine(load_scalar_model(self.model_cfg, "value", "last", device=device()), self.optim)
 
     @cached_property
-    def reward_in_training(self) -> LocalEngine:
-        return LocalEngine(load_scalar_model(self.model_cfg, "reward", "last", device=device()), self.optim)
+    def reward_in_training(self) -> ModelEngine:
+        return ModelEngine(load_scalar_model(self.model_cfg, "reward", "last", device=device()), self.optim)
 
     @cached_property
     def roles(self) -> RoleSet:
         """The four roles of PPO, through the local transport."""
         policy = self.policy
-        frozen = LocalEngine.frozen(load_scalar_model(self.model_cfg, "reward", "last", device=device()), self.optim)
+        frozen = ModelEngine.frozen(load_scalar_model(self.model_cfg, "reward", "last", device=device()), self.optim)
         roles = {
             "actor": Actor(policy, self.rollouts(self.sizes.new_tokens), 1.0, lambda folder: nullcontext()),
             "critic": Critic(self.critic),
@@ -274,7 +274,7 @@ class Workload:
 
     # ---- stages ----
 
-    def _update(self, name: str, engine: LocalEngine, batch: Any, loss: Loss, head: bool) -> Stage:
+    def _update(self, name: str, engine: ModelEngine, batch: Any, loss: Loss, head: bool) -> Stage:
         sequences: Sequences = batch.sequences
         tokens = int(sequences.tokens.lens.sum())
         flops = update_flops(self.weights, tokens, int(sequences.response_lens.sum()) if head else 0)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-PRELOAD = ("torch", "torch.distributed.fsdp", "transformers", "peft", "tutelage.engines.local", "tutelage.models.load")
+PRELOAD = ("torch", "torch.distributed.fsdp", "transformers", "peft", "tutelage.engines.engine", "tutelage.models.load")
 
 
 def _context() -> Any:

@@ -14,7 +14,7 @@ from tutelage.algorithms import ppo
 from tutelage.build.data import StageData, batch_maker, stage_data
 from tutelage.build.stages import Stage, ppo_stage
 from tutelage.config import PPOConfig
-from tutelage.engines.local import LocalEngine
+from tutelage.engines.engine import ModelEngine
 from tutelage.transport.local import LocalTransport
 from tutelage.transport.roleset import RoleSet
 from tutelage.types import Prompts, Rollout, Sequences
@@ -28,7 +28,7 @@ class Built:
     roles: RoleSet
     transport: LocalTransport
 
-    def engine(self, role: str) -> LocalEngine:
+    def engine(self, role: str) -> ModelEngine:
         if role == "reward":
             return self.stage.roles["reward"].mix.sources[0].scorer.__self__
         return self.stage.roles[role].engine

@@ -10,7 +10,7 @@ from tutelage.build.data import load_template
 from tutelage.config.common import DataConfig, ModelConfig, OptimConfig
 from tutelage.data.chat import ChatTemplate
 from tutelage.data.prepare import prepare_demonstrations, prepare_pairs
-from tutelage.engines.local import LocalEngine
+from tutelage.engines.engine import ModelEngine
 from tutelage.models.load import load_causal_lm
 from tutelage.rollout.inprocess.engine import InProcessRollout
 from tutelage.rollout.sampling import SamplingParams
@@ -53,7 +53,7 @@ def test_both_answers_of_a_pair_end_in_eos(variant, tokenizer_variants, write_ro
 def test_eos_is_predicted_after_training_on_demonstrations(tiny_llama_folder, tiny_tokenizer, write_rows):
     batch = demonstrations(tiny_tokenizer, write_rows(ROWS))
     policy = load_causal_lm(ModelConfig(path=str(tiny_llama_folder)))
-    engine = LocalEngine(policy, OptimConfig(lr=5e-3, schedule="constant"), total_updates=60)
+    engine = ModelEngine(policy, OptimConfig(lr=5e-3, schedule="constant"), total_updates=60)
     for _ in range(60):
         engine.step(batch, SFTLoss("token_mean"))
     greedy = SamplingParams(greedy=True, max_new_tokens=20)
@@ -91,7 +91,7 @@ def test_the_first_and_the_last_token_of_a_response_are_trained_and_no_token_of_
     policy = load_causal_lm(ModelConfig(path=str(tiny_llama_folder)))
     seen = []
     policy.model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    engine = LocalEngine(policy, OptimConfig())
+    engine = ModelEngine(policy, OptimConfig())
     engine.step(batch, SFTLoss("token_mean"))
     prompt, whole = int(batch.sequences.prompt_lens[0]), int(batch.sequences.tokens.lens[0])
     with torch.no_grad():

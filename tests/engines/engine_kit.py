@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tutelage.config.common import ModelConfig, OptimConfig
-from tutelage.engines.local import LocalEngine
+from tutelage.engines.engine import ModelEngine
 from tutelage.models.load import load_causal_lm, load_scalar_model
 from tutelage.types import Demonstrations, Outputs, Pairs, Ragged, Sequences, Stat, Stats
 
@@ -20,16 +20,16 @@ def optim(**changes: object) -> OptimConfig:
     return OptimConfig(**{"lr": 1e-2, "schedule": "constant", **changes})
 
 
-def policy_engine(folder: Path, settings: dict | None = None, **changes: object) -> LocalEngine:
+def policy_engine(folder: Path, settings: dict | None = None, **changes: object) -> ModelEngine:
     keys = {"total_updates", "temperature", "tokens_per_micro_batch", "train_layers"}
     own = {k: v for k, v in changes.items() if k in keys}
     cfg = optim(**{k: v for k, v in changes.items() if k not in keys})
-    return LocalEngine(load_causal_lm(ModelConfig(path=str(folder), **(settings or {}))), cfg, **own)
+    return ModelEngine(load_causal_lm(ModelConfig(path=str(folder), **(settings or {}))), cfg, **own)
 
 
-def scalar_engine(folder: Path, kind: str, settings: dict | None = None, **own: object) -> LocalEngine:
+def scalar_engine(folder: Path, kind: str, settings: dict | None = None, **own: object) -> ModelEngine:
     model = load_scalar_model(ModelConfig(path=str(folder), **(settings or {})), kind)
-    return LocalEngine(model, optim(), **own)
+    return ModelEngine(model, optim(), **own)
 
 
 def sequences(seed: int = 0, lens: tuple[tuple[int, int], ...] = LENS, vocabulary: int = 90) -> Sequences:

@@ -12,7 +12,7 @@ import torch
 from tutelage.algorithms.reward_model import PairLoss
 from tutelage.algorithms.sft import SFTLoss
 from tutelage.config.common import OptimConfig
-from tutelage.engines.local import LocalEngine
+from tutelage.engines.engine import ModelEngine
 from tutelage.engines.optim import learning_rate, make_optimizer
 from tutelage.errors import ModelError, TrainingError
 from tutelage.models.load import load_scalar_model
@@ -242,7 +242,7 @@ def test_shifting_the_bias_moves_every_score_and_is_saved(tiny_bert_folder, tmp_
     engine.shift_bias(-1.5)
     torch.testing.assert_close(engine.scores(seqs), before - 1.5, atol=1e-5, rtol=0)
     engine.save_pretrained(tmp_path / "rm")
-    again = LocalEngine.frozen(load_scalar_model(kit.ModelConfig(path=str(tmp_path / "rm")), "reward"))
+    again = ModelEngine.frozen(load_scalar_model(kit.ModelConfig(path=str(tmp_path / "rm")), "reward"))
     assert torch.equal(again.scores(seqs), engine.scores(seqs))
 
 

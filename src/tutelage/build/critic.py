@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tutelage.build.device import device
 from tutelage.config import PPOConfig
-from tutelage.engines.local import LocalEngine
+from tutelage.engines.engine import ModelEngine
 from tutelage.errors import ModelError
 from tutelage.models.heads import ScalarModel
 from tutelage.models.language_model import LanguageModel
@@ -13,11 +13,11 @@ from tutelage.models.load import load_scalar_model, value_from
 
 def build_critic(
     cfg: PPOConfig, policy: LanguageModel, reward: ScalarModel | None, updates: int
-) -> tuple[LocalEngine, str]:
+) -> tuple[ModelEngine, str]:
     """The critic's engine and a note that says where it started.  Raises ModelError for `reward` where it cannot."""
     model, note = starting_point(cfg, policy, reward)
     optim = cfg.optim.model_copy(update={"lr": cfg.critic.lr or cfg.optim.lr})
-    return LocalEngine(model, optim, total_updates=updates), note
+    return ModelEngine(model, optim, total_updates=updates), note
 
 
 def starting_point(cfg: PPOConfig, policy: LanguageModel, reward: ScalarModel | None) -> tuple[ScalarModel, str]:

@@ -11,7 +11,7 @@ from tutelage.build.functions import rule_sources
 from tutelage.config import PPOConfig
 from tutelage.config.common import ModelConfig
 from tutelage.data.chat import ChatTemplate
-from tutelage.engines.local import LocalEngine
+from tutelage.engines.engine import ModelEngine
 from tutelage.models.heads import ScalarModel
 from tutelage.models.load import context_length, load_scalar_model
 from tutelage.protocols import RewardSource
@@ -54,7 +54,7 @@ def reward_model(path: str, cfg: PPOConfig, data: StageData) -> tuple[RewardMode
         needs_head=True,
         device=device(),
     )
-    engine = LocalEngine.frozen(model, cfg.optim)
+    engine = ModelEngine.frozen(model, cfg.optim)
     shared = same_tokenizer(template.tokenizer, data.template.tokenizer) and same_rendering(template, data.template)
     source = RewardModelSource(
         engine.scores,

@@ -19,7 +19,7 @@ from tutelage.build.device import device
 from tutelage.build.functions import load_gold
 from tutelage.build.reward import build_reward
 from tutelage.config import AnyConfig, PPOConfig, RewardModelConfig, SFTConfig
-from tutelage.engines.local import LocalEngine
+from tutelage.engines.engine import ModelEngine
 from tutelage.evals.answers import HeldOutAnswers, first_prompts
 from tutelage.evals.evaluation import Evaluator, HeldOutLoss
 from tutelage.models.features import FeatureCache
@@ -78,7 +78,7 @@ def warmup_notes(cfg: AnyConfig, data: StageData) -> list[str]:
 
 def sft_stage(cfg: SFTConfig, data: StageData) -> Stage:
     policy = load_causal_lm(cfg.model, data.template.tokenizer, seed=cfg.seed, device=device())
-    engine = LocalEngine(policy, cfg.optim, total_updates=total_updates(cfg, data))
+    engine = ModelEngine(policy, cfg.optim, total_updates=total_updates(cfg, data))
     held_out, loss = data.prepared.eval, SFTLoss(cfg.sft.aggregation)
 
     def evaluator(roles: Any, folder: Path) -> Evaluator | None:
@@ -104,7 +104,7 @@ def reward_model_stage(cfg: RewardModelConfig, data: StageData, features: Featur
     )
     if settings.train_layers == 0:
         model.features = FeatureCache() if features is None else features
-    engine = LocalEngine(model, cfg.optim, total_updates=total_updates(cfg, data), train_layers=settings.train_layers)
+    engine = ModelEngine(model, cfg.optim, total_updates=total_updates(cfg, data), train_layers=settings.train_layers)
 
     def evaluator(roles: Any, folder: Path) -> Evaluator | None:
         if held_out is None:
@@ -119,7 +119,7 @@ def ppo_stage(cfg: PPOConfig, data: StageData) -> Stage:
     updates = total_updates(cfg, data)
     temperature, uses_lora = cfg.rollout.temperature, cfg.model.lora_rank > 0
     policy = load_causal_lm(cfg.model, data.template.tokenizer, seed=cfg.seed, device=device())
-    engine = LocalEngine(policy, cfg.optim, total_updates=updates, temperature=temperature)
+    engine = ModelEngine(policy, cfg.optim, total_updates=updates, temperature=temperature)
     reference = engine if uses_lora else engine.snapshot()
     reward = build_reward(cfg, data)
     critic, critic_note = build_critic(cfg, policy, reward.model, updates)
@@ -173,7 +173,7 @@ def exporter(data: StageData) -> Exporting:
     return exporting
 
 
-def centred_exporter(data: StageData, engine: LocalEngine) -> Exporting:
+def centred_exporter(data: StageData, engine: ModelEngine) -> Exporting:
     """Every model folder that is written has its bias shifted so that chosen training answers score 0 on average.
 
     (Stiennon et al. 2020.)  The shift is in `centring.json` beside the model; the running model keeps its own bias.

@@ -30,7 +30,7 @@ from tutelage.protocols import CoupledLoss, Loss, SeparableLoss
 from tutelage.types import Ragged, Sequences, Stat, Stats, flat_index, merge_stats
 
 
-class LocalEngine:
+class ModelEngine:
     """Implements `protocols.Engine`.
 
     optim           None: the model is frozen; `step` is refused.
@@ -65,13 +65,13 @@ class LocalEngine:
         self._optimizer = None if optim is None else make_optimizer(optim, model.masters.masters)
 
     @classmethod
-    def frozen(cls, model: Model, optim: OptimConfig | None = None) -> LocalEngine:
+    def frozen(cls, model: Model, optim: OptimConfig | None = None) -> ModelEngine:
         """For a reference or a reward model: nothing is trained; `optim` gives the token budget alone."""
         return cls(model, None, tokens_per_micro_batch=optim.tokens_per_micro_batch if optim is not None else None)
 
-    def snapshot(self) -> LocalEngine:
+    def snapshot(self) -> ModelEngine:
         """A frozen engine on an exact copy of the policy as it is at this moment (`LanguageModel.snapshot`)."""
-        return LocalEngine(self._language_model().snapshot(), None, tokens_per_micro_batch=self.tokens_per_micro_batch)
+        return ModelEngine(self._language_model().snapshot(), None, tokens_per_micro_batch=self.tokens_per_micro_batch)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """What generation with the training weights runs in: nothing, they are in the compute precision already."""
