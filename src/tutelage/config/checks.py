@@ -19,9 +19,11 @@ def check_effect(loaded: Loaded) -> None:
     """Refuse keys that the user set although they change nothing in this run. Raises ConfigError naming all of them."""
     problems = []
     for key in describe.walk(type(loaded.config)):
-        if key.condition and key.name in loaded.sources and not key.condition.holds(loaded.config):
+        if not key.condition or key.condition.holds(loaded.config):
+            continue
+        where = next((s for n, s in loaded.sources.items() if n == key.name or n.startswith(f"{key.name}.")), None)
+        if where is not None:
             value = describe.value_text(describe.value_at(loaded.config, key.name))
-            where = loaded.sources[key.name]
             problems.append(
                 f"{key.name} has no effect in this run ({where}, value {value}): it needs that {key.condition.text}"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from tutelage.config.cluster import ClusterConfig
 from tutelage.config.schema import OnlyIf, Schema, setting
 
 LORA_ON = OnlyIf("model.lora_rank is above 0", lambda c: c.model.lora_rank > 0)
@@ -76,3 +77,4 @@ class RunConfig(Schema):
     output_dir: str = setting("runs", "Folder that holds run folders.")
     max_steps: int | None = setting(None, "Stop after N steps; max_steps=2 makes any recipe a dry run.", ge=1)
     tracking: list[Literal["tensorboard", "wandb"]] = setting(list, "Trackers besides metrics.jsonl.")
+    cluster: ClusterConfig = setting(ClusterConfig, "Where the roles run.")

@@ -22,7 +22,7 @@ _WORDS: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "t
 
 @dataclass(frozen=True)
 class Key:
-    """One setting. `name` is the full dotted key; `[]` in it means each entry of a list."""
+    """One setting. `name` is the full dotted key; `[]` in it means each entry of a list or mapping."""
 
     name: str
     meaning: str
@@ -56,9 +56,9 @@ def section_of(annotation: Any) -> type[Schema] | None:
 
 
 def entry_of(annotation: Any) -> type[Schema] | None:
-    """The schema class of the entries when a field is a list of sections, else None."""
-    if get_origin(annotation) is list:
-        return section_of(get_args(annotation)[0])
+    """The schema class of the entries when a field is a list or a mapping of sections, else None."""
+    if get_origin(annotation) in (list, dict):
+        return section_of(get_args(annotation)[-1])
     return None
 
 
@@ -82,7 +82,9 @@ def type_text(annotation: Any) -> str:
         entry = section_of(args[0])
         return f"list of {{{', '.join(entry.model_fields)}}}" if entry else f"list of {type_text(args[0])}"
     if origin is dict:
-        return f"mapping of {type_text(args[0])} to {type_text(args[1])}"
+        entry = section_of(args[1])
+        inside = f"{{{', '.join(entry.model_fields)}}}" if entry else type_text(args[1])
+        return f"mapping of {type_text(args[0])} to {inside}"
     return getattr(annotation, "__name__", str(annotation))
 
 

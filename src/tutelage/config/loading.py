@@ -177,7 +177,12 @@ def _fields(schema: type[Schema], name: str) -> Any:
     for part in name.split("."):
         section = describe.section_of(annotation)
         if section is None:
-            return str if get_origin(annotation) is dict else None
+            if annotation is Any:
+                return Any
+            if get_origin(annotation) is not dict:
+                return None
+            annotation = get_args(annotation)[1]
+            continue
         if part not in section.model_fields:
             return None
         annotation = section.model_fields[part].annotation
@@ -200,6 +205,10 @@ def _place(
     if annotation is None or (path and len(path) == 1 and "." in name):
         nested = annotation is not None
         draft.problems.append(unknown_key(schema, name, describe.value_text(value), str(source), nested=nested))
+    elif section is None and describe.entry_of(annotation) and isinstance(value, dict):
+        for key, below in value.items():
+            draft.values.setdefault(f"{name}.{key}", {})
+            _place(schema, f"{name}.{key}", below, draft, (*path, str(key)) if path else (), lines, override)
     elif section is None:
         draft.values[name] = _integral(annotation, value)
         draft.sources[name] = source
@@ -338,5 +347,12 @@ def dump_config(config: AnyConfig) -> str:
         value = describe.value_at(config, key.name)
         idle = key.condition is not None and not key.condition.holds(config) and value == key.default
         if not idle:
-            values[key.name] = [v.model_dump() for v in value] if describe.entry_of(key.annotation) else value
+            values[key.name] = _plain(value) if describe.entry_of(key.annotation) else value
     return recipe_yaml.dump(_nested(values))
+
+
+def _plain(entries: Any) -> Any:
+    """The entries of a list or mapping of sections as plain values."""
+    if isinstance(entries, dict):
+        return {name: entry.model_dump() for name, entry in entries.items()}
+    return [entry.model_dump() for entry in entries]

@@ -1,0 +1,63 @@
+"""The cluster section: pools and layouts by name, filled up to the devices, refused where they change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tutelage.config import dump_config, load_checked, load_resolved
+from tutelage.config.cluster import ClusterConfig
+from tutelage.errors import ConfigError
+from tutelage.layout import Layout
+
+RAY = "cluster.transport=ray"
+
+
+def cluster(*overrides: str) -> ClusterConfig:
+    return load_checked("hh_ppo", overrides)[0].config.cluster
+
+
+def test_replicas_fill_the_pool() -> None:
+    section = cluster(RAY, "cluster.pools.main.devices=8", "cluster.layout.actor={shard: 2, tensor: 2}")
+    assert section.layout_of("actor") == Layout(replicate=2, shard=2, tensor=2)
+    assert section.layout_of("reward") == Layout(replicate=8)
+
+
+def test_the_default_layout_is_every_other_roles() -> None:
+    section = cluster(RAY, "cluster.pools.main.devices=2", "cluster.layout={default: {shard: 2}, critic: {tensor: 2}}")
+    assert section.layout_of("actor") == Layout(shard=2)
+    assert section.layout_of("critic") == Layout(tensor=2)
+
+
+def test_roles_go_to_the_first_pool_unless_placed() -> None:
+    section = cluster(RAY, "cluster.pools={big: {devices: 4}, small: {}}", "cluster.place.reward=small")
+    assert (section.pool_of("actor"), section.pool_of("reward")) == ("big", "small")
+    assert section.pools["small"].devices == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("cluster.pools.main.devices=4", "cluster.pools has no effect"),
+        ("cluster.layout.actor.shard=2", "cluster.layout has no effect"),
+        ("cluster.address=auto", "cluster.address has no effect"),
+    ],
+)
+def test_a_key_without_effect_is_refused(override: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        cluster(override)
+
+
+@pytest.mark.parametrize(
+    "override", ["cluster.pools.main.devces=4", "cluster.pools={main: {devces: 4}}", "cluster.layout.actor.tensr=2"]
+)
+def test_an_unknown_key_of_an_entry_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not a setting.*(devces|tensr)"):
+        cluster(RAY, override)
+
+
+def test_the_resolved_config_reads_back_equal(tmp_path: Path) -> None:
+    loaded, _ = load_checked("hh_ppo", [RAY, "cluster.pools={a: {devices: 4}, b: {}}", "cluster.runtime_env.pip=[x]"])
+    (tmp_path / "config.yaml").write_text(dump_config(loaded.config))
+    assert load_resolved(tmp_path / "config.yaml") == loaded.config
