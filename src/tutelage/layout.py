@@ -36,6 +36,12 @@ class Dispatch(Enum):
     EACH = "each"
 
 
+def dispatch_of(role: object, method: str) -> Dispatch:
+    """What a role declares for a method in `DISPATCH`; ALL where it declares nothing."""
+    declared: Mapping[str, Dispatch] = getattr(role, "DISPATCH", {})
+    return declared.get(method, Dispatch.ALL)
+
+
 @dataclass(frozen=True)
 class Layout:
     """Sizes of the axes of one role: replicas, FSDP shards, context, sequence (Ulysses), tensor, pipeline stages.

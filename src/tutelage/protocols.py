@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from tutelage.layout import RoleBuilder
 from tutelage.types import Outputs, Prompts, Ragged, Rollout, Sequences, Stats
 
 
@@ -103,6 +104,10 @@ class Pending(Protocol):
 class Transport(Protocol):
     """Decides where a call on a role runs: directly, on groups of remote ranks, or nowhere (recorded)."""
 
+    def start(self, builder: RoleBuilder, roles: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Have the roles built where they will run; handles by name, and what the builder noted."""
+        ...
+
     def handle(self, name: str, role: Any) -> Any:
         """A handle whose public methods return Pending and accept Pending arguments."""
         ...
@@ -117,6 +122,10 @@ class Transport(Protocol):
 
     def take_seconds(self) -> dict[tuple[str, str], float]:
         """Seconds spent in each (role, method) since the last call; controller mathematics has the role controller."""
+        ...
+
+    def close(self) -> None:
+        """Let go of every process and device."""
         ...
 
 

@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tutelage.algorithms import ppo
 from tutelage.build.data import StageData, batch_maker, stage_data
-from tutelage.build.stages import Stage, ppo_stage
+from tutelage.build.stages import Stage, build_stage
 from tutelage.config import PPOConfig
 from tutelage.engines.engine import ModelEngine
+from tutelage.layout import Place
 from tutelage.transport.local import LocalTransport
 from tutelage.transport.roleset import RoleSet
 from tutelage.types import Prompts, Rollout, Sequences
@@ -25,13 +26,14 @@ class Built:
     cfg: PPOConfig
     data: StageData
     stage: Stage
+    objects: dict[str, Any]
     roles: RoleSet
     transport: LocalTransport
 
     def engine(self, role: str) -> ModelEngine:
         if role == "reward":
-            return self.stage.roles["reward"].mix.sources[0].scorer.__self__
-        return self.stage.roles[role].engine
+            return self.objects["reward"].mix.sources[0].scorer.__self__
+        return self.objects[role].engine
 
     def prompts(self) -> Prompts:
         """The prompts of the first step."""
@@ -68,10 +70,12 @@ def ppo_config(folder: Path | str, prompts: Path, /, **sections: dict[str, Any])
 
 def build(cfg: PPOConfig) -> Built:
     data = stage_data(cfg)
-    stage = ppo_stage(cfg, data)
+    stage = build_stage(cfg, data)
+    built = stage.builder(stage.names, Place())
+    stage.notes += built.notes
     transport = LocalTransport()
-    roles = RoleSet({name: transport.handle(name, role) for name, role in stage.roles.items()})
-    return Built(cfg, data, stage, roles, transport)
+    roles = RoleSet({name: transport.handle(name, role) for name, role in built.roles.items()})
+    return Built(cfg, data, stage, built.roles, roles, transport)
 
 
 def plain(folder: Path | str) -> PreTrainedModel:

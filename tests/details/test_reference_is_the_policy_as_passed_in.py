@@ -9,7 +9,7 @@ import torch
 from details_kit import plain, plain_logprobs
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from tutelage.build import stages
+from tutelage.build import kit
 
 
 def change(model: torch.nn.Module) -> None:
@@ -22,7 +22,7 @@ def change(model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_a_policy_changed_in_memory_is_its_own_reference(lora_rank, make_ppo, tiny_llama_folder, monkeypatch):
-    load, loaded = stages.load_causal_lm, 0
+    load, loaded = kit.load_causal_lm, 0
 
     def load_then_change(cfg, *args, **kwargs):
         nonlocal loaded
@@ -32,7 +32,7 @@ def test_a_policy_changed_in_memory_is_its_own_reference(lora_rank, make_ppo, ti
         loaded += 1
         return policy
 
-    monkeypatch.setattr(stages, "load_causal_lm", load_then_change)
+    monkeypatch.setattr(kit, "load_causal_lm", load_then_change)
     batch = make_ppo(model={"lora_rank": lora_rank}).collect()
     assert torch.equal(batch.ref_logp.flat, batch.old_logp.flat)
     twin = plain(tiny_llama_folder)

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from tutelage.build import run_recipe
 from tutelage.build.data import stage_data
-from tutelage.build.stages import reward_model_stage
+from tutelage.build.stages import build_stage
 from tutelage.config import RewardModelConfig, load_checked
 from tutelage.config.common import ModelConfig
 from tutelage.models.load import load_scalar_model
@@ -22,7 +22,7 @@ from tutelage.transport.roleset import RoleSet
 
 def shown_to(built, monkeypatch):
     """The sequences that the reward model was given for the first rollouts, and the rollouts."""
-    source = built.stage.roles["reward"].mix.sources[0]
+    source = built.objects["reward"].mix.sources[0]
     scorer, shown = source.scorer, []
 
     def watched(sequences):
@@ -84,8 +84,8 @@ def test_a_model_that_is_kept_scores_its_chosen_answers_zero_on_average(tiny_lla
         }
     )
     data = stage_data(cfg)
-    stage = reward_model_stage(cfg, data)
-    roles = RoleSet({name: LocalTransport().handle(name, role) for name, role in stage.roles.items()})
+    stage = build_stage(cfg, data)
+    roles = RoleSet(LocalTransport().start(stage.builder, stage.names)[0])
     chosen = data.prepared.train.chosen
     before = roles.reward.scores(chosen).gather().double()
     assert abs(float(before.mean())) > 0.05

@@ -9,9 +9,10 @@ import torch
 from rollout_kit import make_engine, make_model, make_prompts
 
 from tutelage.build.data import batch_maker, stage_data
-from tutelage.build.stages import ppo_stage
+from tutelage.build.stages import build_stage
 from tutelage.config import PPOConfig
 from tutelage.data.chat import ChatTemplate
+from tutelage.layout import Place
 
 
 def force(model, tokens):
@@ -65,9 +66,10 @@ def test_rollouts_of_a_run_know_the_prefix_of_its_template(tiny_llama_folder, tm
         }
     )
     data = stage_data(cfg)
-    stage = ppo_stage(cfg, data)
+    stage = build_stage(cfg, data)
+    actor = stage.builder(stage.names, Place()).roles["actor"]
     wanted = data.template.encode_response("it is you")
-    force(stage.roles["actor"].engine.model.model, wanted)
-    rollout = stage.roles["actor"].generate(batch_maker(data.prepared.train, cfg)(torch.arange(3), 0))
+    force(actor.engine.model.model, wanted)
+    rollout = actor.generate(batch_maker(data.prepared.train, cfg)(torch.arange(3), 0))
     assert rollout.sequences.response_rows() == [wanted] * 3
     assert rollout.texts == ("it is you",) * 3

@@ -134,7 +134,7 @@ def test_a_missing_model_is_noticed_before_another_one_loads(
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("tutelage.build.stages.load_causal_lm", never)
+    monkeypatch.setattr("tutelage.build.kit.load_causal_lm", never)
     (case,) = [case for case in script.CASES if case.name == name]
     assert script.call(workspace, case.args).message == outcomes[name].message
 

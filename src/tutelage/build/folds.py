@@ -12,9 +12,13 @@ from torch import Tensor
 from tutelage import runfolder
 from tutelage.algorithms import ALGORITHMS
 from tutelage.build.data import StageData, training_source
-from tutelage.build.stages import reward_model_stage
+from tutelage.build.device import device
+from tutelage.build.kit import Kit
+from tutelage.build.roles import learning_reward
+from tutelage.build.stages import build_stage
 from tutelage.config import RewardModelConfig
 from tutelage.data.splits import grouped_folds
+from tutelage.layout import Place
 from tutelage.math.reward_loss import pair_accuracy
 from tutelage.math.stats import wilson_interval
 from tutelage.models.features import FeatureCache
@@ -73,9 +77,10 @@ def fold_scores(
     """(pairs,) scores of chosen and rejected, by a model trained on the rest from the same initial weights."""
     torch.manual_seed(cfg.seed)
     inside = replace(data, prepared=replace(data.prepared, train=train, eval=held_out))
-    stage = reward_model_stage(cfg, inside, features)
+    facts = build_stage(cfg, inside).builder.facts
     transport = LocalTransport()
-    roles = RoleSet({name: transport.handle(name, role) for name, role in stage.roles.items()})
+    role = learning_reward(Kit(facts, ("reward",), Place(device=device())), features)
+    roles = RoleSet({"reward": transport.handle("reward", role)})
     algorithm = ALGORITHMS[cfg.algorithm]
     schedule, state = Synchronous(algorithm, transport, roles, cfg), algorithm.initial_state(cfg)
     source, steps = training_source(cfg, len(train))

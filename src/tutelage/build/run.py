@@ -13,6 +13,7 @@ from tutelage import runfolder
 from tutelage.algorithms import ALGORITHMS
 from tutelage.build.check import require_named
 from tutelage.build.data import StageData, batch_maker, stage_data, training_source
+from tutelage.build.device import device
 from tutelage.build.folds import cross_validate
 from tutelage.build.functions import with_rule_paths
 from tutelage.build.stages import Stage, build_stage
@@ -22,8 +23,10 @@ from tutelage.config.checks import check_sense
 from tutelage.config.loading import Loaded
 from tutelage.controller import Controller
 from tutelage.errors import CheckpointError
+from tutelage.layout import Place
 from tutelage.models.paths import local_path
-from tutelage.reports.display import make_display
+from tutelage.protocols import Transport
+from tutelage.reports.display import Display, make_display
 from tutelage.reports.html import write_report
 from tutelage.reports.metrics_log import MetricsLog, write_bytes
 from tutelage.schedules import Synchronous
@@ -51,12 +54,16 @@ def run_recipe(loaded: Loaded, display: str = "auto") -> RunResult:
     if isinstance(cfg, RewardModelConfig) and cfg.reward_model.folds > 1:
         folder = start_folder(cfg, data)
         return RunResult(folder, cross_validate(cfg, data, folder, display))
-    torch.manual_seed(cfg.seed)
     stage = build_stage(cfg, data)
     stage.notes += check_sense(cfg)
-    folder = start_folder(cfg, data)
-    controller = assemble(cfg, data, stage, folder, display)
-    return finish(controller)
+    show = make_display(display, training_source(cfg, len(data.prepared.train))[1], cfg.name)
+    transport = make_transport(cfg, show)
+    try:
+        handles = started(stage, transport)
+        folder = start_folder(cfg, data)
+        return finish(assemble(cfg, data, stage, folder, show, transport, handles))
+    finally:
+        transport.close()
 
 
 def resume_run(folder: Path, display: str = "auto") -> RunResult:
@@ -76,11 +83,30 @@ def resume_run(folder: Path, display: str = "auto") -> RunResult:
         )
     data = stage_data(cfg)
     require_same_lineage(folder, cfg, data)
-    torch.manual_seed(cfg.seed)
-    first = Checkpoints.step_of(latest) + 1
-    controller = assemble(cfg, data, build_stage(cfg, data), folder, display, first_step=first)
-    controller.restore(latest, ALGORITHMS[cfg.algorithm].state_from)
-    return finish(controller)
+    stage = build_stage(cfg, data)
+    show = make_display(display, training_source(cfg, len(data.prepared.train))[1], cfg.name)
+    transport = make_transport(cfg, show)
+    try:
+        handles = started(stage, transport)
+        first = Checkpoints.step_of(latest) + 1
+        controller = assemble(cfg, data, stage, folder, show, transport, handles, first_step=first)
+        controller.restore(latest, ALGORITHMS[cfg.algorithm].state_from)
+        return finish(controller)
+    finally:
+        transport.close()
+
+
+def make_transport(cfg: AnyConfig, show: Display) -> Transport:
+    """Where the roles of this run live."""
+    return LocalTransport(Place(device=device(), progress=show.phase))
+
+
+def started(stage: Stage, transport: Transport) -> dict[str, Any]:
+    """Handles of the stage's roles; what the builder noted is added to the stage's notes."""
+    torch.manual_seed(stage.builder.facts.cfg.seed)
+    handles, notes = transport.start(stage.builder, stage.names)
+    stage.notes = [*notes, *stage.notes]
+    return handles
 
 
 def start_folder(cfg: AnyConfig, data: StageData) -> Path:
@@ -115,15 +141,18 @@ def require_same_lineage(folder: Path, cfg: AnyConfig, data: StageData) -> None:
 
 
 def assemble(
-    cfg: AnyConfig, data: StageData, stage: Stage, folder: Path, display: str, first_step: int = 0
+    cfg: AnyConfig,
+    data: StageData,
+    stage: Stage,
+    folder: Path,
+    show: Display,
+    transport: Transport,
+    handles: dict[str, Any],
+    first_step: int = 0,
 ) -> Controller:
     """The controller with everything it drives.  first_step: the first one that a resumed run takes again."""
-    algorithm = ALGORITHMS[cfg.algorithm]
-    transport = LocalTransport()
-    last_word = stage.finish
-    roles = RoleSet({name: transport.handle(name, role) for name, role in stage.roles.items()})
+    algorithm, spec, roles = ALGORITHMS[cfg.algorithm], stage.spec, RoleSet(handles)
     source, total = training_source(cfg, len(data.prepared.train))
-    show = make_display(display, total, cfg.name)
     log = MetricsLog(folder)
     renamed = [f"{cfg.name} was there already, this run is {folder.name}"] if folder.name != cfg.name else []
     notes = [("data", line) for line in [*data.prepared.preflight.lines(), *data.notes]]
@@ -131,25 +160,24 @@ def assemble(
         show.event(kind, line)
         if not first_step:
             log.event(0, kind, line)
-    stage.report_progress(show.phase)
     return Controller(
         folder=folder,
         total_steps=total,
         schedule=Synchronous(algorithm, transport, roles, cfg),
         transport=transport,
         roles=roles,
-        learners=stage.learners,
+        learners=spec.learners,
         source=source,
         make_batch=batch_maker(data.prepared.train, cfg),
-        evaluator=stage.evaluator(roles, folder),
+        evaluator=spec.evaluator(cfg, data, roles, folder),
         evaluate_every=cfg.evaluation.every,
-        checkpoints=Checkpoints(folder / "checkpoints", stage.learners[0], cfg.checkpoint.keep),
+        checkpoints=Checkpoints(folder / "checkpoints", spec.learners[0], cfg.checkpoint.keep),
         checkpoint_every=cfg.checkpoint.every,
-        alarms=stage.alarms,
+        alarms=spec.alarms(cfg),
         log=log,
         display=show,
         trackers=make_trackers(cfg.tracking, folder, cfg.name, cfg.model_dump(), first_step=first_step),
-        finish=None if last_word is None else lambda: last_word(roles),
+        finish=lambda: spec.finish(roles),
         state=algorithm.initial_state(cfg),
     )
 

@@ -1,9 +1,9 @@
-"""The roles of each stage, with their engines, evaluators and last words."""
+"""What build knows of each algorithm: its data, roles, evaluation and last words, in one visible dict."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,179 +13,137 @@ import torch
 from tutelage.alarms import Alarms
 from tutelage.algorithms.reward_model import PairLoss
 from tutelage.algorithms.sft import SFTLoss
-from tutelage.build.critic import build_critic
-from tutelage.build.data import StageData, training_source, write_template
-from tutelage.build.device import device
+from tutelage.build import roles
+from tutelage.build.data import StageData, training_source
 from tutelage.build.functions import load_gold
-from tutelage.build.reward import build_reward
-from tutelage.config import AnyConfig, PPOConfig, RewardModelConfig, SFTConfig
-from tutelage.engines.engine import ModelEngine
+from tutelage.build.kit import Facts
+from tutelage.build.roles import RoleMaker, StageRoles
+from tutelage.config import AnyConfig
 from tutelage.evals.answers import HeldOutAnswers, first_prompts
 from tutelage.evals.evaluation import Evaluator, HeldOutLoss
-from tutelage.models.features import FeatureCache
-from tutelage.models.load import load_causal_lm, load_scalar_model
-from tutelage.roles.actor import Actor
-from tutelage.roles.critic import Critic
-from tutelage.roles.learner import Exporting, Learner
-from tutelage.roles.reference import Reference
-from tutelage.roles.reward import Reward
-from tutelage.rollout.inprocess.engine import InProcessRollout
-from tutelage.rollout.sampling import SamplingParams
-from tutelage.runfolder import write_json
+from tutelage.types import Sequences
 
-Progress = Callable[[str, int, int], None]
 CENTRED_ON = 4096
 """Chosen training answers whose mean score an exported reward model takes as 0, at most."""
+
+EvaluatorOf = Callable[[Any, StageData, Any, Path], Evaluator | None]
+
+
+def no_last_word(roles: Any) -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """makers     role -> its maker, for every role the algorithm may use.
+    learners   roles with state; the first is the one that is exported.
+    evaluator  (config, data, handles, run folder) -> how held-out quality is measured, or None.
+    used       config -> the roles this run needs; default: all.
+    updates    config -> optimiser updates of one step.
+    alarms     config -> what to watch, or None.
+    finish     handles -> what the summary says besides.
+    centring   (config, data) -> answers that an exported reward model is centred on, or None.
+    """
+
+    makers: dict[str, RoleMaker]
+    learners: tuple[str, ...]
+    evaluator: EvaluatorOf
+    used: Callable[[Any], tuple[str, ...]] | None = None
+    updates: Callable[[Any], int] = lambda cfg: 1
+    alarms: Callable[[Any], Alarms | None] = lambda cfg: None
+    finish: Callable[[Any], Mapping[str, Any]] = no_last_word
+    centring: Callable[[Any, StageData], Sequences | None] = lambda cfg, data: None
 
 
 @dataclass
 class Stage:
-    """roles by name; learners: those with state, the exported one first; notes: what was decided while building."""
+    """One run's: builder makes `names` wherever they run; notes: what was decided so far."""
 
-    roles: dict[str, Any]
-    learners: tuple[str, ...]
-    evaluator: Callable[[Any, Path], Evaluator | None]
-    alarms: Alarms | None = None
-    finish: Callable[[Any], Mapping[str, Any]] | None = None
+    spec: StageSpec
+    builder: StageRoles
+    names: tuple[str, ...]
     notes: list[str] = field(default_factory=list)
-    report_progress: Callable[[Progress], None] = lambda progress: None
 
 
 def build_stage(cfg: AnyConfig, data: StageData) -> Stage:
-    if isinstance(cfg, SFTConfig):
-        stage = sft_stage(cfg, data)
-    elif isinstance(cfg, RewardModelConfig):
-        stage = reward_model_stage(cfg, data)
-    else:
-        stage = ppo_stage(cfg, data)
-    stage.notes += warmup_notes(cfg, data)
-    return stage
+    """Nothing is loaded yet: a transport calls the builder where the roles run."""
+    spec = STAGES[cfg.algorithm]
+    updates = total_updates(cfg, data)
+    facts = Facts(cfg, updates, spec.centring(cfg, data))
+    names = spec.used(cfg) if spec.used else tuple(spec.makers)
+    return Stage(spec, StageRoles(facts, spec.makers), names, warmup_notes(cfg, updates))
 
 
 def total_updates(cfg: AnyConfig, data: StageData) -> int:
     """Optimiser updates of a whole run: what the learning rate's schedule spans."""
     _, steps = training_source(cfg, len(data.prepared.train))
-    return steps * cfg.ppo.epochs * cfg.ppo.minibatches if isinstance(cfg, PPOConfig) else steps
+    return steps * STAGES[cfg.algorithm].updates(cfg)
 
 
-def warmup_notes(cfg: AnyConfig, data: StageData) -> list[str]:
+def warmup_notes(cfg: AnyConfig, updates: int) -> list[str]:
     """What to say about a warm-up that is longer than the run (a dry run has one)."""
-    updates = total_updates(cfg, data)
     if cfg.optim.warmup_steps < updates:
         return []
     return [f"optim.warmup_steps is {cfg.optim.warmup_steps}, the run has {updates} updates: optim.lr is never reached"]
 
 
-def sft_stage(cfg: SFTConfig, data: StageData) -> Stage:
-    policy = load_causal_lm(cfg.model, data.template.tokenizer, seed=cfg.seed, device=device())
-    engine = ModelEngine(policy, cfg.optim, total_updates=total_updates(cfg, data))
-    held_out, loss = data.prepared.eval, SFTLoss(cfg.sft.aggregation)
+def held_out_loss(role: str, loss: Callable[[Any], Any]) -> EvaluatorOf:
+    """The training loss of one role on the held-out rows."""
 
-    def evaluator(roles: Any, folder: Path) -> Evaluator | None:
-        if held_out is None:
+    def evaluator(cfg: Any, data: StageData, handles: Any, folder: Path) -> Evaluator | None:
+        if data.prepared.eval is None:
             return None
-        return HeldOutLoss(roles.actor, held_out, loss, cfg.evaluation.max_rows)
+        return HeldOutLoss(getattr(handles, role), data.prepared.eval, loss(cfg), cfg.evaluation.max_rows)
 
-    return Stage({"actor": Learner(engine, exporter(data))}, ("actor",), evaluator)
-
-
-def reward_model_stage(cfg: RewardModelConfig, data: StageData, features: FeatureCache | None = None) -> Stage:
-    """features: hidden states below a frozen trunk, from another model that starts from the same weights."""
-    held_out, loss = data.prepared.eval, PairLoss.of(cfg)
-    settings = cfg.reward_model
-    model = load_scalar_model(
-        cfg.model,
-        "reward",
-        settings.pooling,
-        data.template.tokenizer,
-        keep_layers=settings.keep_layers,
-        seed=cfg.seed,
-        device=device(),
-    )
-    if settings.train_layers == 0:
-        model.features = FeatureCache() if features is None else features
-    engine = ModelEngine(model, cfg.optim, total_updates=total_updates(cfg, data), train_layers=settings.train_layers)
-
-    def evaluator(roles: Any, folder: Path) -> Evaluator | None:
-        if held_out is None:
-            return None
-        return HeldOutLoss(roles.reward, held_out, loss, cfg.evaluation.max_rows)
-
-    exporting = centred_exporter(data, engine) if settings.centre_on_chosen else exporter(data)
-    return Stage({"reward": Learner(engine, exporting)}, ("reward",), evaluator)
+    return evaluator
 
 
-def ppo_stage(cfg: PPOConfig, data: StageData) -> Stage:
-    updates = total_updates(cfg, data)
-    temperature, uses_lora = cfg.rollout.temperature, cfg.model.lora_rank > 0
-    policy = load_causal_lm(cfg.model, data.template.tokenizer, seed=cfg.seed, device=device())
-    engine = ModelEngine(policy, cfg.optim, total_updates=updates, temperature=temperature)
-    reference = engine if uses_lora else engine.snapshot()
-    reward = build_reward(cfg, data)
-    critic, critic_note = build_critic(cfg, policy, reward.model, updates)
-    rollout = InProcessRollout(
-        policy.model,
-        data.template.tokenizer,
-        data.template.eos_ids,
-        SamplingParams(
-            temperature=temperature, max_new_tokens=cfg.rollout.max_new_tokens, stop=tuple(cfg.rollout.stop)
-        ),
-        seed=cfg.seed,
-        tokens_in_flight=cfg.rollout.tokens_in_flight,
-        forward_context=engine.forward_context,
-        response_prefix=data.template.response_prefix,
-    )
-    held_out, gold = data.prepared.eval, load_gold(cfg)
+def held_out_answers(cfg: Any, data: StageData, handles: Any, folder: Path) -> Evaluator | None:
+    """Answers to held-out prompts, by proxy and gold."""
+    if data.prepared.eval is None:
+        return None
+    prompts = first_prompts(data.prepared.eval, cfg.evaluation.prompts)
+    return HeldOutAnswers(handles, prompts, load_gold(cfg), folder, cfg.kl.coef)
 
-    def evaluator(roles: Any, folder: Path) -> Evaluator | None:
-        if held_out is None:
-            return None
-        prompts = first_prompts(held_out, cfg.evaluation.prompts)
-        return HeldOutAnswers(roles, prompts, gold, folder, cfg.kl.coef)
 
-    def report_progress(progress: Progress) -> None:
-        rollout.progress = lambda done, total: progress("rollout", done, total)
+def chosen_sample(cfg: Any, data: StageData) -> Sequences | None:
+    if not cfg.reward_model.centre_on_chosen:
+        return None
+    chosen = data.prepared.train.chosen
+    return chosen.select(torch.arange(min(len(chosen), CENTRED_ON)))
 
-    return Stage(
-        roles={
-            "actor": Actor(engine, rollout, temperature, exporter(data)),
-            "critic": Critic(critic),
-            "reference": Reference(reference, temperature, adapter=not uses_lora),
-            "reward": Reward(reward.mix),
+
+def inputs_cut(handles: Any) -> Mapping[str, Any]:
+    """Inputs of reward models that lost their start, summed over the ranks that scored."""
+    total: Counter[str] = Counter()
+    for rank in handles.reward.cut_inputs().gather():
+        total.update(rank)
+    return {"reward_inputs_cut": dict(total) or None}
+
+
+STAGES: dict[str, StageSpec] = {
+    "sft": StageSpec(
+        makers={"actor": roles.learning_policy},
+        learners=("actor",),
+        evaluator=held_out_loss("actor", lambda cfg: SFTLoss(cfg.sft.aggregation)),
+    ),
+    "reward_model": StageSpec(
+        makers={"reward": roles.learning_reward},
+        learners=("reward",),
+        evaluator=held_out_loss("reward", PairLoss.of),
+        centring=chosen_sample,
+    ),
+    "ppo": StageSpec(
+        makers={
+            "actor": roles.actor,
+            "critic": roles.critic,
+            "reference": roles.reference,
+            "reward": roles.reward,
         },
         learners=("actor", "critic"),
-        evaluator=evaluator,
-        alarms=Alarms(cfg),
-        finish=lambda roles: {"reward_inputs_cut": roles.reward.cut_inputs().gather() or None},
-        notes=[*reward.notes, critic_note],
-        report_progress=report_progress,
-    )
-
-
-def exporter(data: StageData) -> Exporting:
-    """What a model folder needs besides the model: which template it was trained with."""
-
-    @contextmanager
-    def exporting(folder: Path) -> Iterator[None]:
-        yield
-        write_template(data.template, folder)
-
-    return exporting
-
-
-def centred_exporter(data: StageData, engine: ModelEngine) -> Exporting:
-    """Every model folder that is written has its bias shifted so that chosen training answers score 0 on average.
-
-    (Stiennon et al. 2020.)  The shift is in `centring.json` beside the model; the running model keeps its own bias.
-    """
-    chosen = data.prepared.train.chosen
-    sample = chosen.select(torch.arange(min(len(chosen), CENTRED_ON)))
-
-    @contextmanager
-    def exporting(folder: Path) -> Iterator[None]:
-        shift = -float(engine.scores(sample).double().mean())
-        with engine.shifted_bias(shift), exporter(data)(folder):
-            yield
-        write_json(folder / "centring.json", {"bias_shift": shift, "chosen_answers": len(sample)})
-
-    return exporting
+        evaluator=held_out_answers,
+        updates=lambda cfg: cfg.ppo.epochs * cfg.ppo.minibatches,
+        alarms=Alarms,
+        finish=inputs_cut,
+    ),
+}

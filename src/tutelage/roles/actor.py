@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from tutelage.layout import Dispatch
 from tutelage.protocols import Engine, Loss, RolloutEngine
 from tutelage.roles.learner import Exporting
 from tutelage.types import Prompts, Ragged, Rollout, Stats
@@ -13,6 +14,12 @@ from tutelage.types import Prompts, Ragged, Rollout, Stats
 
 class Actor:
     """temperature divides the logits in sampling and in every logprob, here and in the reference."""
+
+    DISPATCH: ClassVar[dict[str, Dispatch]] = {
+        "generate": Dispatch.GENERATE,
+        "logprobs": Dispatch.ROWS,
+        "step": Dispatch.MINIBATCH,
+    }
 
     def __init__(self, engine: Engine, rollout: RolloutEngine, temperature: float, exporting: Exporting) -> None:
         self.engine = engine

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from tutelage.layout import Dispatch
 from tutelage.protocols import Engine, Loss
 from tutelage.types import Ragged, Rollout, Stats
 
 
 class Critic:
+    """A scalar model that is trained."""
+
+    DISPATCH: ClassVar[dict[str, Dispatch]] = {"values": Dispatch.ROWS, "step": Dispatch.MINIBATCH}
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 

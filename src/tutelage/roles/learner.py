@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from tutelage.layout import Dispatch
 from tutelage.protocols import Engine, Loss
 from tutelage.types import Sequences, Stats
 
@@ -18,6 +19,12 @@ Exporting = Callable[[Path], AbstractContextManager[None]]
 
 class Learner:
     """step, evaluate, state and export of one engine."""
+
+    DISPATCH: ClassVar[dict[str, Dispatch]] = {
+        "step": Dispatch.MINIBATCH,
+        "evaluate": Dispatch.MINIBATCH,
+        "scores": Dispatch.ROWS,
+    }
 
     def __init__(self, engine: Engine, exporting: Exporting) -> None:
         self.engine = engine

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
+from tutelage.layout import Dispatch
 from tutelage.types import Rollout, Scores
 
 
@@ -18,6 +19,10 @@ class Mix(Protocol):
 
 
 class Reward:
+    """Scores on finished text or tokens."""
+
+    DISPATCH: ClassVar[dict[str, Dispatch]] = {"score": Dispatch.ROWS, "cut_inputs": Dispatch.EACH}
+
     def __init__(self, mix: Mix) -> None:
         self.mix = mix
 

@@ -9,8 +9,12 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from tutelage.config.cluster import MAIN
 from tutelage.errors import PendingError
+from tutelage.layout import Dispatch, Place, RoleBuilder, dispatch_of
 from tutelage.transport.pending import Unreadable
+
+CONTROLLER = "controller"
 
 
 class Ready(Unreadable):
@@ -56,11 +60,16 @@ class LocalHandle:
 
         def call(*args: Any, **kwargs: Any) -> Ready:
             start = time.perf_counter()
+            given, named = [resolved(a) for a in args], {k: resolved(v) for k, v in kwargs.items()}
+            each = dispatch_of(self._role, method) is Dispatch.EACH
+            if each:  # one rank: its entry of every list, and a list with its reply
+                given, named = [a[0] for a in given], {k: v[0] for k, v in named.items()}
             try:
-                value = target(*map(resolved, args), **{k: resolved(v) for k, v in kwargs.items()})
+                value = target(*given, **named)
             except Exception as error:
                 error.add_note(f"in {self._name}.{method}")
                 raise
+            value = [value] if each else value
             self._on_call(self._name, method, time.perf_counter() - start)
             return Ready(value, f"{self._name}.{method}")
 
@@ -68,13 +77,24 @@ class LocalHandle:
 
 
 class LocalTransport:
-    """Runs everything in this process; `seconds` sums the time of each (role, method)."""
+    """Runs everything in this process; `seconds` sums the time of each (role, method).  place: of the builder."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Place | None = None) -> None:
+        self.place = place if place is not None else Place()
         self.seconds: dict[tuple[str, str], float] = {}
+        self.busy = 0.0
+
+    def start(self, builder: RoleBuilder, roles: tuple[str, ...]) -> tuple[dict[str, LocalHandle], tuple[str, ...]]:
+        """Handles of the roles, built here, and what the builder noted."""
+        built = builder(roles, self.place)
+        return {name: self.handle(name, role) for name, role in built.roles.items()}, built.notes
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def _took(self, name: str, method: str, seconds: float) -> None:
         self.seconds[name, method] = self.seconds.get((name, method), 0.0) + seconds
+        self.busy += seconds if name != CONTROLLER else 0.0
 
     def handle(self, name: str, role: Any) -> LocalHandle:
         return LocalHandle(name, role, self._took)
@@ -87,7 +107,7 @@ class LocalTransport:
         name = getattr(function, "__name__", "function")
         start = time.perf_counter()
         value = function(*map(resolved, args))
-        self._took("controller", name, time.perf_counter() - start)
+        self._took(CONTROLLER, name, time.perf_counter() - start)
         values = (value,) if outputs == 1 else tuple(value)
         assert len(values) == outputs, f"{name} returned {len(values)} results, {outputs} were declared"
         return tuple(Ready(v, f"controller.{name}") for v in values)
@@ -96,3 +116,8 @@ class LocalTransport:
         """The sums since the last call."""
         taken, self.seconds = self.seconds, {}
         return taken
+
+    def take_busy(self) -> dict[str, float]:
+        """Seconds that the one pool worked on roles since the last call; empty where it did not."""
+        busy, self.busy = self.busy, 0.0
+        return {MAIN: busy} if busy else {}

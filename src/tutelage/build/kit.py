@@ -1,0 +1,96 @@
+"""What the roles of one process are made of: template, policy, reward model, engines.  Each is loaded once.
+
+A kit is made where the roles will run, which may be another process than the controller's: it needs the settings of
+the run and a few numbers, nothing that was loaded elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tutelage.build.data import load_template, write_template
+from tutelage.config import AnyConfig
+from tutelage.config.common import ModelConfig, OptimConfig
+from tutelage.data.chat import ChatTemplate
+from tutelage.engines.engine import ModelEngine
+from tutelage.layout import Place
+from tutelage.models.language_model import LanguageModel
+from tutelage.models.load import load_causal_lm
+from tutelage.roles.learner import Exporting
+from tutelage.types import Sequences
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the controller knows and the roles need: picklable.
+
+    updates   optimiser updates of the whole run.
+    centring  answers whose mean score an exported reward model takes as 0.
+    """
+
+    cfg: AnyConfig
+    updates: int
+    centring: Sequences | None = None
+
+
+@dataclass
+class Kit:
+    """Shared by the roles of one process.  names: which roles these are; notes: what was decided while building."""
+
+    facts: Facts
+    names: tuple[str, ...]
+    place: Place
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def cfg(self) -> Any:
+        return self.facts.cfg
+
+    @property
+    def device(self) -> str:
+        return self.place.device
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        return load_template(self.cfg.model.path, self.cfg.model.chat_template)
+
+    @cached_property
+    def policy(self) -> LanguageModel:
+        """The policy that is trained; at the start the model folder's weights."""
+        return load_causal_lm(self.cfg.model, self.template.tokenizer, seed=self.cfg.seed, device=self.device)
+
+    def frozen_policy(self) -> LanguageModel:
+        """The policy as it was passed in, without the adapter of this run."""
+        settings = self.cfg.model.model_copy(update={"lora_rank": 0, "gradient_checkpointing": False})
+        return load_causal_lm(settings, self.template.tokenizer, seed=self.cfg.seed, device=self.device)
+
+    @cached_property
+    def policy_engine(self) -> ModelEngine:
+        rollout = getattr(self.cfg, "rollout", None)
+        temperature = 1.0 if rollout is None else rollout.temperature
+        return self.engine("actor", self.policy, self.cfg.optim, temperature=temperature)
+
+    def engine(self, role: str, model: Any, optim: OptimConfig | None, **settings: Any) -> ModelEngine:
+        """The engine of a role on its ranks; `optim` None: frozen."""
+        if optim is None:
+            return ModelEngine.frozen(model, self.cfg.optim)
+        return ModelEngine(model, optim, total_updates=self.facts.updates, **settings)
+
+    def scalar_settings(self, path: str) -> ModelConfig:
+        return ModelConfig(path=path, dtype=self.cfg.model.dtype)
+
+    def exporter(self) -> Exporting:
+        """What a model folder needs besides the model: which template it was trained with."""
+
+        @contextmanager
+        def exporting(folder: Path) -> Iterator[None]:
+            yield
+            if self.place.rank == 0:
+                write_template(self.template, folder)
+
+        return exporting

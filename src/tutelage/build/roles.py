@@ -1,0 +1,131 @@
+"""The roles themselves, one maker each, and the builder that a transport calls where they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tutelage.build.critic import build_critic
+from tutelage.build.kit import Facts, Kit
+from tutelage.build.reward import build_reward
+from tutelage.config import RewardModelConfig
+from tutelage.engines.engine import ModelEngine
+from tutelage.layout import Built, Place
+from tutelage.models.features import FeatureCache
+from tutelage.models.load import load_scalar_model
+from tutelage.roles.actor import Actor
+from tutelage.roles.critic import Critic
+from tutelage.roles.learner import Exporting, Learner
+from tutelage.roles.reference import Reference
+from tutelage.roles.reward import Reward
+from tutelage.rollout.inprocess.engine import InProcessRollout
+from tutelage.rollout.sampling import SamplingParams
+from tutelage.runfolder import write_json
+
+RoleMaker = Callable[[Kit], Any]
+
+
+@dataclass(frozen=True)
+class StageRoles:
+    """A `layout.RoleBuilder`: picklable, called once in every process of a pool with the roles of that pool."""
+
+    facts: Facts
+    makers: dict[str, RoleMaker]
+
+    def __call__(self, names: tuple[str, ...], place: Place) -> Built:
+        kit = Kit(self.facts, names, place)
+        roles = {name: self.makers[name](kit) for name in names}
+        return Built(roles, tuple(kit.notes))
+
+
+def learning_policy(kit: Kit) -> Learner:
+    """The policy trained on data alone."""
+    return Learner(kit.policy_engine, kit.exporter())
+
+
+def actor(kit: Kit) -> Actor:
+    """The policy trained on its own rollouts."""
+    cfg, engine = kit.cfg, kit.policy_engine
+    params = SamplingParams(
+        temperature=cfg.rollout.temperature, max_new_tokens=cfg.rollout.max_new_tokens, stop=tuple(cfg.rollout.stop)
+    )
+    progress = kit.place.progress
+    rollout = InProcessRollout(
+        kit.policy.model,
+        kit.template.tokenizer,
+        kit.template.eos_ids,
+        params,
+        seed=cfg.seed,
+        tokens_in_flight=cfg.rollout.tokens_in_flight,
+        progress=lambda done, total: progress("rollout", done, total),
+        forward_context=engine.forward_context,
+        response_prefix=kit.template.response_prefix,
+    )
+    return Actor(engine, rollout, cfg.rollout.temperature, kit.exporter())
+
+
+def reference(kit: Kit) -> Reference:
+    """The policy as it was passed in: beside the actor its snapshot or its base, elsewhere loaded once more."""
+    cfg = kit.cfg
+    rollout = getattr(cfg, "rollout", None)
+    temperature = 1.0 if rollout is None else rollout.temperature
+    beside = "actor" in kit.names and kit.place.layout("actor") == kit.place.layout("reference")
+    if beside and cfg.model.lora_rank:
+        return Reference(kit.policy_engine, temperature, adapter=False)
+    if beside:
+        return Reference(kit.policy_engine.snapshot(), temperature, adapter=True)
+    return Reference(kit.engine("reference", kit.frozen_policy(), None), temperature, adapter=True)
+
+
+def reward(kit: Kit) -> Reward:
+    """A frozen reward model, rules, or both."""
+    built = build_reward(kit)
+    kit.notes += built.notes
+    return Reward(built.mix)
+
+
+def critic(kit: Kit) -> Critic:
+    engine, note = build_critic(kit)
+    kit.notes.append(note)
+    return Critic(engine)
+
+
+def learning_reward(kit: Kit, features: FeatureCache | None = None) -> Learner:
+    """The reward model under training.  features: pooled states of a frozen trunk that starts from the same weights."""
+    cfg: RewardModelConfig = kit.cfg
+    settings = cfg.reward_model
+    model = load_scalar_model(
+        cfg.model,
+        "reward",
+        settings.pooling,
+        kit.template.tokenizer,
+        keep_layers=settings.keep_layers,
+        seed=cfg.seed,
+        device=kit.device,
+    )
+    if settings.train_layers == 0:
+        model.features = FeatureCache() if features is None else features
+    engine = kit.engine("reward", model, cfg.optim, train_layers=settings.train_layers)
+    return Learner(engine, centred_exporter(kit, engine) if settings.centre_on_chosen else kit.exporter())
+
+
+def centred_exporter(kit: Kit, engine: ModelEngine) -> Exporting:
+    """Every model folder that is written has its bias shifted so that chosen training answers score 0 on average.
+
+    (Stiennon et al. 2020.)  The shift is in `centring.json` beside the model; the running model keeps its own bias.
+    """
+    sample = kit.facts.centring
+    assert sample is not None, "the controller names the answers to centre on"
+
+    @contextmanager
+    def exporting(folder: Path) -> Iterator[None]:
+        shift = -float(engine.scores(sample).double().mean())
+        with engine.shifted_bias(shift), kit.exporter()(folder):
+            yield
+        if kit.place.rank == 0:
+            write_json(folder / "centring.json", {"bias_shift": shift, "chosen_answers": len(sample)})
+
+    return exporting
