@@ -91,6 +91,22 @@ def test_rows_that_end_early_leave_the_others_unchanged(byte_tokenizer):
         torch.testing.assert_close(short, long[: len(short)], atol=1e-5, rtol=0)
 
 
+def test_rows_that_end_at_the_first_token_leave_the_others_unchanged(byte_tokenizer):
+    """The slots of the rows that go on are moved before anything was decoded into them."""
+    model = make_model("llama")
+    prompts = make_prompts(PROMPTS, n=3)
+    free = make_engine(model, byte_tokenizer, eos_ids=()).generate(prompts)
+    first = [row[0] for row in free.sequences.response_rows()]
+    ends = max(set(first), key=first.count)
+    assert 0 < first.count(ends) < len(first)
+    assert first.index(ends) < len(first) - 1, "a row behind the first one that ends must go on"
+    stopped = make_engine(model, byte_tokenizer, eos_ids=(ends, *first[:2])).generate(prompts)
+    whole = free.sequences.response_rows()
+    for row, response in enumerate(stopped.sequences.response_rows()):
+        cut = next((t + 1 for t, token in enumerate(whole[row]) if token in (ends, *first[:2])), len(whole[row]))
+        assert response == whole[row][:cut]
+
+
 def test_randomness_is_keyed_by_seed_step_prompt_sample_and_purpose(byte_tokenizer):
     model = make_model("llama")
     base = make_prompts([PROMPTS[0]])

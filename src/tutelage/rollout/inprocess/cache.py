@@ -31,11 +31,13 @@ class SlottedCache(Cache):
         self._source_M = self._slot_M = self._position_M = torch.empty(0, dtype=torch.int64)
         self._row_b = torch.empty(0, dtype=torch.int64)
         self._width = 0
+        self._written = 0
         self._prefill = True
 
     def begin_prefill(self, source_M: Tensor, slot_M: Tensor, position_M: Tensor) -> None:
         """The next forward pass is packed: token source[m] goes to slot[m] at position[m]; a token may go twice."""
         self._source_M, self._slot_M, self._position_M = source_M, slot_M, position_M
+        self._written = max(self._written, int(position_M.max()) + 1)
         self._prefill = True
 
     def begin_decode(self, position_b: Tensor, width: int) -> Tensor:
@@ -46,7 +48,7 @@ class SlottedCache(Cache):
         self._prefill = False
         self._row_b = torch.arange(self.rows, device=position_b.device)
         self._position_M = position_b
-        self._width = width
+        self._width = self._written = width
         return (torch.arange(width, device=position_b.device)[None, :] <= position_b[:, None])[:, None, None, :]
 
     def update(
@@ -69,7 +71,7 @@ class SlottedCache(Cache):
         """Move the rows `keep_b` (ascending) to the front, in place; the others are no longer decoded."""
         kept = keep_b.shape[0]
         for store in (*self._keys, *self._values):
-            store[:kept, :, : self._width] = store[:, :, : self._width].index_select(0, keep_b)
+            store[:kept, :, : self._written] = store[:, :, : self._written].index_select(0, keep_b)
         self.rows = kept
 
     def _empty(self, states: Tensor) -> Tensor:
