@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tutelage.config.common import OptimConfig
 from tutelage.errors import TrainingError
+from tutelage.models.sharding import by_mesh, placed
 
 BETAS = (0.9, 0.999)
 
@@ -38,12 +39,17 @@ def learning_rate(cfg: OptimConfig, update: int, total: int) -> float:
 
 
 def make_optimizer(cfg: OptimConfig, masters: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019) over the master weights; vectors (biases, norms) are not decayed."""
-    groups = [
-        {"params": [p for p in masters.values() if p.ndim >= 2], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in masters.values() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.lr, betas=BETAS, eps=cfg.eps)
+    """AdamW (Loshchilov and Hutter 2019) over the master weights; vectors (biases, norms) are not decayed.
+
+    Weights that are spread over different meshes are in groups of their own: torch updates a group in one operation.
+    """
+    groups = []
+    for decay, chosen in (
+        (cfg.weight_decay, [p for p in masters.values() if p.ndim >= 2]),
+        (0.0, [p for p in masters.values() if p.ndim < 2]),
+    ):
+        groups += [{"params": same, "weight_decay": decay} for same in by_mesh(chosen)]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=BETAS, eps=cfg.eps)
 
 
 def moments(optimizer: torch.optim.AdamW, masters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
@@ -54,11 +60,11 @@ def moments(optimizer: torch.optim.AdamW, masters: Mapping[str, nn.Parameter]) -
 def load_moments(
     optimizer: torch.optim.AdamW, masters: Mapping[str, nn.Parameter], saved: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
-    """Put saved moments back, by name; parameters without any start anew."""
+    """Put saved moments back, by name, of sharded weights this rank's part; parameters without any start anew."""
     optimizer.state.clear()
     for name, values in saved.items():
         parameter = masters[name]
         optimizer.state[parameter] = {
-            key: value.clone() if key == "step" else value.to(parameter.device, copy=True)
+            key: value.clone() if key == "step" else placed(value.to(parameter.device, copy=True), parameter)
             for key, value in values.items()
         }

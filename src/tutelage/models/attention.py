@@ -7,9 +7,10 @@ The mode is chosen by a keyword argument given to `model(...)`, which transforme
     cu_seq_lens_q (n + 1,) integers, first 0, last N: the input is one row (1, N) of n segments. A token attends
         inside its segment only: to itself and what is before it in decoders, to all of it in encoders.
     slot_mask (B, 1, Q, L) bool: a step of batched decoding against a KV cache of L slots; True where a query may look.
+    token_cut: the input is this rank's part of one packed row that is cut over ranks (`parallel.tokens`).
 
-A call with neither is refused: plain causal attention over a packed row would leak from one segment into the next and
-give plausible, wrong numbers. For the same reason the transformers mask argument is refused, never ignored.
+A call with none of them is refused: plain causal attention over a packed row would leak from one segment into the next
+and give plausible, wrong numbers. For the same reason the transformers mask argument is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from tutelage.errors import ModelError
+from tutelage.models.parallel.ring import ring_attention
+from tutelage.models.parallel.tokens import Pieces, TokenCut
 
 NAME = "tutelage"
 
@@ -64,20 +67,16 @@ def attention(
     softcap: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
     slot_mask: Tensor | None = None,
+    token_cut: TokenCut | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query (B, h, Q, D), key and value (B, g, L, D) -> (B, Q, h, D), softmax(q k / sqrt(D)) v in one of the two modes.
+    """query (B, h, Q, D), key and value (B, g, L, D) -> (B, Q, h, D), softmax(q k / sqrt(D)) v in one of the modes.
 
     sliding_window W: a query looks at keys less than W positions away. softcap c: scores become c tanh(score / c).
-    Raises ModelError for dropout, a mask, attention sinks, a position bias, and for a call in neither mode or in both.
+    Raises ModelError for dropout, a mask, attention sinks, a position bias, and for a call in no mode or in several.
     """
     _refuse_what_is_not_implemented(attention_mask, dropout, kwargs)
-    if (cu_seq_lens_q is None) == (slot_mask is None):
-        raise ModelError(
-            "the packed attention needs exactly one of cu_seq_lens_q (packed segments) and slot_mask (decoding), got "
-            + ("neither" if slot_mask is None else "both"),
-            fix='run the model through tutelage.models.forward, or call model.set_attn_implementation("sdpa") first',
-        )
+    _require_one_mode(cu_seq_lens_q, slot_mask, token_cut)
     if slot_mask is not None:
         if sliding_window is not None and slot_mask.shape[-1] > sliding_window:
             raise ModelError(
@@ -86,14 +85,26 @@ def attention(
             )
         out = _attend(query, key, value, scaling, causal=False, mask=slot_mask, softcap=softcap)
         return out.transpose(1, 2), None
-    assert cu_seq_lens_q is not None
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise ModelError(
             f"packed attention over queries {tuple(query.shape)} and keys {tuple(key.shape)}",
             fix="packed segments are one row, without a KV cache (use_cache=False) and without cross-attention",
         )
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
+    if token_cut is not None:
+        return _cut(query, key, value, token_cut, scaling, causal, sliding_window, softcap), None
+    assert cu_seq_lens_q is not None
     return _packed(query, key, value, cu_seq_lens_q, scaling, causal, sliding_window, softcap), None
+
+
+def _require_one_mode(cu_seq_lens_q: Tensor | None, slot_mask: Tensor | None, token_cut: TokenCut | None) -> None:
+    count = sum(mode is not None for mode in (cu_seq_lens_q, slot_mask, token_cut))
+    if count != 1:
+        raise ModelError(
+            "the packed attention needs exactly one of cu_seq_lens_q (packed segments), slot_mask (decoding) and "
+            f"token_cut (a row cut over ranks), got {('neither', '', 'both', 'all')[count]}",
+            fix='run the model through tutelage.models.forward, or call model.set_attn_implementation("sdpa") first',
+        )
 
 
 def _refuse_what_is_not_implemented(attention_mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:
@@ -133,6 +144,67 @@ def _packed(
         if q.shape[2]
     ]
     return torch.cat(outs, dim=2).transpose(1, 2)
+
+
+def _cut(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cut: TokenCut,
+    scaling: float | None,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """(1, n, h, D): the local tokens of a row that is cut over ranks."""
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if cut.parallel.ring and cut.parallel.context is not None:
+        return ring_attention(query, key, value, cut, scale, causal, window, softcap)
+
+    def local(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> Tensor:
+        return _attend_pieces(q, k, v, pieces, scale, causal, window, softcap)
+
+    return cut.attend(query, key, value, causal, local)
+
+
+def _attend_pieces(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pieces: Pieces,
+    scaling: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """(1, h, m, D): every piece of queries attends to its own keys, shifted by its offset among them."""
+    lens = list(zip(pieces.query_lens, pieces.key_lens, pieces.offsets, strict=True))
+    if _flash_varlen_fits(query, value, softcap) and (causal or window is None):
+        cu_q = torch.tensor([0, *itertools.accumulate(pieces.query_lens)], device=query.device)
+        cu_k = torch.tensor([0, *itertools.accumulate(pieces.key_lens)], device=query.device)
+        # causal FlashAttention aligns the last query with the last key, which is where a piece ends
+        return _flash_varlen(query, key, value, cu_q, scaling, causal, window, cu_k).transpose(1, 2)
+    parts = zip(
+        query.split(list(pieces.query_lens), 2),
+        key.split(list(pieces.key_lens), 2),
+        value.split(list(pieces.key_lens), 2),
+        (_piece_mask(q, k, offset, window, causal, query.device) for q, k, offset in lens),
+        strict=True,
+    )
+    return torch.cat([_attend(q, k, v, scaling, causal, mask, softcap) for q, k, v, mask in parts], dim=2)
+
+
+def _piece_mask(
+    queries: int, keys: int, offset: int, window: int | None, causal: bool, device: torch.device
+) -> Tensor | None:
+    """(queries, keys) bool, or None where the causal flag says it all: whole segments; all keys without a window."""
+    if queries == keys:
+        return _window_mask(keys, window, causal, device)
+    if not causal and (window is None or keys <= window):
+        return None
+    distance = (torch.arange(queries, device=device) + offset)[:, None] - torch.arange(keys, device=device)[None, :]
+    mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    return mask if window is None else mask & (distance.abs() < window)
 
 
 def _window_mask(length: int, window: int | None, causal: bool, device: torch.device) -> Tensor | None:
@@ -193,21 +265,26 @@ def _flash_varlen(
     scaling: float | None,
     causal: bool,
     window: int | None,
+    cu_key_lens: Tensor | None = None,
 ) -> Tensor:
-    """The same on a GPU in half precision: one call of torch's variable-length FlashAttention."""
+    """The same on a GPU in half precision: one call of torch's variable-length FlashAttention.
+
+    cu_key_lens: of the keys, where segments have other keys than their queries.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     cu = cu_seq_lens.to(torch.int32)
     longest = int(cu.diff().max())
+    cu_key = cu if cu_key_lens is None else cu_key_lens.to(torch.int32)
     before = -1 if window is None else window - 1
     out = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         cu,
-        cu,
+        cu_key,
         longest,
-        longest,
+        longest if cu_key_lens is None else int(cu_key.diff().max()),
         scale=scaling,
         window_size=(before, 0 if causal else before),
         enable_gqa=query.shape[1] != key.shape[1],

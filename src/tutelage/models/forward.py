@@ -41,15 +41,23 @@ def token_logprobs(
     log softmax(logits / temperature); only response positions go through the output layer, in chunks.
     """
     index_R = predicting_index(sequences)
-    hidden_NH = model.trunk.hidden(sequences.tokens)
-    targets_R = sequences.tokens.flat[index_R + 1].to(hidden_NH.device)
-    return head_logprobs(
-        hidden_NH[index_R.to(hidden_NH.device)],
-        targets_R,
-        model.logits,
-        temperature=temperature,
-        with_entropy=with_entropy,
-    )
+    states = model.trunk.states(sequences.tokens)
+    targets_R = sequences.tokens.flat[index_R + 1].to(states.hidden.device)
+
+    def read(hidden_rH: Tensor, pick: Tensor | slice) -> Tensor:
+        """(r, 1 or 2)"""
+        if model.vocabulary is None:
+            found = head_logprobs(
+                hidden_rH, targets_R[pick], model.logits, temperature=temperature, with_entropy=with_entropy
+            )
+        else:
+            found = model.vocabulary.logprobs(
+                hidden_rH, targets_R[pick], model.logits, temperature=temperature, with_entropy=with_entropy
+            )
+        return torch.stack([column for column in found if column is not None], dim=1)
+
+    columns = states.read(index_R, read).unbind(1)
+    return columns[0], columns[1] if with_entropy else None
 
 
 def values_with_bootstrap(model: ScalarModel, sequences: Sequences) -> Ragged:
@@ -58,15 +66,18 @@ def values_with_bootstrap(model: ScalarModel, sequences: Sequences) -> Ragged:
     keep[predicting_index(sequences)] = False
     ends_B = sequences.tokens.offsets()[1:] - 1
     keep[ends_B] = False
-    hidden_NH = model.trunk.hidden(sequences.tokens)
-    return Ragged(model.scalars(hidden_NH[(~keep).to(hidden_NH.device)]), sequences.response_lens + 1)
+    index = torch.nonzero(~keep).squeeze(1)
+    return Ragged(_token_scalars(model, sequences, index), sequences.response_lens + 1)
 
 
 def token_values(model: ScalarModel, sequences: Sequences) -> Tensor:
     """(R,) V before each response token."""
-    index_R = predicting_index(sequences)
-    hidden_NH = model.trunk.hidden(sequences.tokens)
-    return model.scalars(hidden_NH[index_R.to(hidden_NH.device)])
+    return _token_scalars(model, sequences, predicting_index(sequences))
+
+
+def _token_scalars(model: ScalarModel, sequences: Sequences, index_R: Tensor) -> Tensor:
+    """(R,) the head on the hidden states at these positions."""
+    return model.trunk.states(sequences.tokens).read(index_R, lambda hidden_rH, _: model.scalars(hidden_rH))
 
 
 def sequence_scores(model: ScalarModel, sequences: Sequences) -> Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,12 +28,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from tutelage.errors import ModelError, ShapeError
-from tutelage.models.export import write_folder
+from tutelage.models.computation import Computation
+from tutelage.models.export import Writers, named_weights, of_all_stages, write_folder, write_shards
 from tutelage.models.features import FeatureCache
 from tutelage.models.lora import merged_weights, plain_copy, save_adapter
 from tutelage.models.paths import HEAD_FILE, is_local, load_config, loading, local_path, read_json
 from tutelage.models.precision import MasterWeights
-from tutelage.models.trunk import Trunk
+from tutelage.models.sharding import Sharding
+from tutelage.models.trunk import States, Trunk
 from tutelage.types import Ragged
 
 Kind = Literal["reward", "value"]
@@ -41,6 +43,7 @@ Pooling = Literal["last", "first", "mean", "response_mean"]
 
 POOLINGS: tuple[Pooling, ...] = ("last", "first", "mean", "response_mean")
 ACTIVATIONS = {"tanh": torch.tanh, "relu": torch.relu}
+BACKBONE = "backbone."
 VALUE_STD = 1e-3
 """Of a new critic's head: values start near 0, so the first advantages are the rewards' own."""
 
@@ -86,6 +89,13 @@ class ScalarModel(nn.Module):
         self.tokenizer = tokenizer
         self.features: FeatureCache | None = None
         self._adapted = (adapted,)
+        self._root = (Computation(self),)
+        self.sharding: Sharding | None = None
+
+    @property
+    def root(self) -> Computation:
+        """What an engine's computations run inside of."""
+        return self._root[0]
 
     @property
     def adapted(self) -> PeftModel | None:
@@ -103,26 +113,24 @@ class ScalarModel(nn.Module):
             x = ACTIVATIONS[self.activation](self.dense(x))
         return self.score(x).squeeze(-1)
 
-    def pooled(self, hidden_NH: Tensor, lens_B: Tensor, prompt_lens_B: Tensor) -> Tensor:
+    def pooled(self, states: States, lens_B: Tensor, prompt_lens_B: Tensor) -> Tensor:
         """(B, H): one hidden state per sequence. Raises ShapeError for the mean over a response without tokens."""
         ends_B = lens_B.cumsum(0)
         if self.pooling == "last":
-            return hidden_NH[ends_B - 1]
+            return states.read(ends_B - 1, lambda hidden_bH, _: hidden_bH)
         if self.pooling == "first":
-            return hidden_NH[ends_B - lens_B]
+            return states.read(ends_B - lens_B, lambda hidden_bH, _: hidden_bH)
         rows_N = torch.repeat_interleave(torch.arange(len(lens_B), device=lens_B.device), lens_B)
-        counted_B, wide = lens_B, hidden_NH.float()
+        counted_B, index_N = lens_B, torch.arange(len(rows_N), device=lens_B.device)
         if self.pooling == "response_mean":
-            within_N = torch.arange(len(rows_N), device=lens_B.device) - (ends_B - lens_B)[rows_N]
-            kept_N = within_N >= prompt_lens_B[rows_N]
-            rows_N, wide, counted_B = rows_N[kept_N], wide[kept_N], lens_B - prompt_lens_B
+            kept_N = index_N - (ends_B - lens_B)[rows_N] >= prompt_lens_B[rows_N]
+            rows_N, index_N, counted_B = rows_N[kept_N], index_N[kept_N], lens_B - prompt_lens_B
             if bool((counted_B < 1).any()):
                 raise ShapeError(
                     f"sequence {int(counted_B.argmin())} has no response to take the mean of",
                     fix="drop empty responses",
                 )
-        total_BH = wide.new_zeros(len(lens_B), wide.shape[1]).index_add(0, rows_N, wide)
-        return total_BH / counted_B[:, None]
+        return states.sums(index_N, rows_N, len(lens_B)) / counted_B[:, None]
 
     def scores(self, tokens: Ragged, prompt_lens_B: Tensor | None = None) -> Tensor:
         """(B,) float32, with gradient where it is recorded; prompt lengths matter to response_mean alone."""
@@ -130,8 +138,8 @@ class ScalarModel(nn.Module):
 
         def vectors(index_b: Tensor) -> Tensor:
             part, prompts_b = tokens.select(index_b), prompts_B[index_b]
-            hidden_NH = self.trunk.hidden(part)
-            return self.pooled(hidden_NH, part.lens.to(hidden_NH.device), prompts_b.to(hidden_NH.device))
+            states = self.trunk.states(part)
+            return self.pooled(states, part.lens.to(states.hidden.device), prompts_b.to(states.hidden.device))
 
         if self.features is not None:
             return self.scalars(self.features.get(tokens, prompts_B, vectors))
@@ -179,6 +187,26 @@ class ScalarModel(nn.Module):
         for name, layer in self._layers():
             weights |= {f"{name}.{leaf}": w.detach() for leaf, w in layer.named_parameters()}
         write_folder(self.backbone, weights, self.tokenizer, folder)
+        self._write_head_file(folder)
+
+    def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(name in the saved folder, whole float32 tensor); collective where sharded."""
+        weights = named_weights(self, self.masters, adapter_only=adapter_only, tied=True, prefix=BACKBONE)
+        return of_all_stages(weights, None if self.sharding is None else self.sharding.stages)
+
+    def save_sharded(self, folder: Path, writers: Writers) -> None:
+        """`save_pretrained` by all ranks together, each writing some of the files."""
+
+        def head_file() -> None:
+            self._write_head_file(folder)
+
+        write_shards(
+            self.backbone, self.masters, self.adapted, self.tokenizer, folder, writers,
+            holder=self, prefix=BACKBONE, besides=head_file,
+            stages=None if self.sharding is None else self.sharding.stages,
+        )  # fmt: skip
+
+    def _write_head_file(self, folder: Path) -> None:
         about = {"format": 1, "kind": self.kind, "pooling": self.pooling, "activation": self.activation}
         (folder / HEAD_FILE).write_text(json.dumps(about, indent=2) + "\n")
 
@@ -268,14 +296,14 @@ def _classifier_head(path: str) -> Head:
 def _read(path: str, names: Iterable[str]) -> dict[str, Tensor]:
     """The tensors among `names` that the safetensors files of a folder or hub name hold."""
     found: dict[str, Tensor] = {}
-    for file in _weight_files(path):
+    for file in weight_files(path):
         with safe_open(str(file), framework="pt") as tensors:
             held = set(tensors.keys())
             found |= {name: tensors.get_tensor(name).float() for name in names if name in held}
     return found
 
 
-def _weight_files(path: str) -> list[Path]:
+def weight_files(path: str) -> list[Path]:
     if is_local(path):
         return sorted(Path(local_path(path)).glob("*.safetensors"))
     from huggingface_hub import snapshot_download

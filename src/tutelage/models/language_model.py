@@ -6,7 +6,7 @@ Shapes: n tokens, H hidden, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -15,14 +15,23 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tutelage.errors import ModelError
-from tutelage.models.export import write_folder
+from tutelage.models.computation import Computation
+from tutelage.models.export import Writers, named_weights, of_all_stages, write_folder, write_shards
 from tutelage.models.lora import merged_weights, plain_copy, save_adapter
+from tutelage.models.meta import fill, hollow
+from tutelage.models.parallel.vocabulary import VocabularyParallel
 from tutelage.models.precision import MasterWeights
+from tutelage.models.sharding import Sharding, local
 from tutelage.models.trunk import Trunk
+from tutelage.models.weights import blocks_of
 
 
 class LanguageModel:
-    """model: the transformers model (with LoRA layers in it where `adapted` is not None), in its compute precision."""
+    """model: the transformers model (with LoRA layers in it where `adapted` is not None), in its compute precision.
+
+    root      what an engine's computations run inside of.
+    sharding  how the weights are spread over ranks; None: they are whole on this one.
+    """
 
     def __init__(
         self,
@@ -33,11 +42,14 @@ class LanguageModel:
         adapted: PeftModel | None = None,
     ) -> None:
         self.model = model
+        self.root = Computation(model)
+        self.sharding: Sharding | None = None
         self.trunk = trunk
         self.tokenizer = tokenizer
         self.masters = masters
         self.adapted = adapted
         self.logits = logits_function(model)
+        self.vocabulary: VocabularyParallel | None = None
 
     @property
     def module(self) -> PreTrainedModel:
@@ -50,11 +62,20 @@ class LanguageModel:
         """
         if self.adapted is not None:
             raise ModelError("a policy with LoRA needs no snapshot", fix="run it with the adapter off")
-        model = copy.deepcopy(self.model).requires_grad_(False)
-        model.gradient_checkpointing_disable()
-        trunk = Trunk(backbone_of(model), self.trunk.layout, self.trunk.causal)
-        frozen = MasterWeights(model, torch.float32)
-        return LanguageModel(model.eval(), trunk, self.tokenizer, frozen)
+        if self.sharding is None:
+            model = copy.deepcopy(self.model).requires_grad_(False)
+            model.gradient_checkpointing_disable()
+        else:
+            model = hollow(self.model, self.sharding.dtype)
+        trunk = Trunk(backbone_of(model), self.trunk.layout, self.trunk.causal, self.trunk.tokens)
+        copied = LanguageModel(model.eval(), trunk, self.tokenizer, MasterWeights(model, torch.float32))
+        if self.sharding is not None:
+            copied.sharding = self.sharding
+            self.sharding.spread(copied, blocks_of(trunk.model))
+            weights, dtype = dict(self.model.named_parameters()), self.sharding.dtype
+            fill(model, lambda name, _: local(weights[name]).detach().to(dtype, copy=True))
+            copied.masters = MasterWeights(model, torch.float32)
+        return copied
 
     def plain_trunk(self) -> Trunk:
         """A float32 copy of the trunk, an adapter merged in."""
@@ -72,6 +93,16 @@ class LanguageModel:
             save_adapter(self.adapted, weights, folder / "adapter")
             weights = merged_weights(self.model, weights)
         write_folder(self.model, weights, self.tokenizer, folder)
+
+    def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole float32 tensor), tied weights under each name; collective where sharded."""
+        weights = named_weights(self.model, self.masters, adapter_only=adapter_only, tied=True)
+        return of_all_stages(weights, None if self.sharding is None else self.sharding.stages)
+
+    def save_sharded(self, folder: Path, writers: Writers) -> None:
+        """`save_pretrained` by all ranks together, each writing some of the files."""
+        stages = None if self.sharding is None else self.sharding.stages
+        write_shards(self.model, self.masters, self.adapted, self.tokenizer, folder, writers, stages=stages)
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -69,23 +69,34 @@ def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 
     Computed from what is passed, in its precision; the model is left as it is.
     """
-    merged: dict[str, Tensor] = {}
+    return dict(merging(model, weights, weights.__getitem__))
+
+
+def merging(model: nn.Module, names: Iterable[str], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """`merged_weights` one at a time: `read` is asked for a weight when it is needed, and for its adapter after it."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
-    for name, weight in weights.items():
+    for name in names:
         if ".lora_" in name:
             continue
         owner, _, leaf = name.rpartition(".base_layer.")
-        if not owner:
-            merged[name] = weight
-            continue
-        if leaf == "weight":
-            weight = weight + _delta(owner, layers[owner], weights).to(weight.dtype)
-        merged[f"{owner}.{leaf}"] = weight
-    return merged
+        weight = read(name)
+        if leaf == "weight" and owner:
+            weight = weight + _delta(owner, layers[owner], read).to(weight.dtype)
+        yield plain_name(name), weight
 
 
-def _delta(name: str, layer: LoraLayer, weights: Mapping[str, Tensor]) -> Tensor:
-    down, up = weights[f"{name}.lora_A.default.weight"], weights[f"{name}.lora_B.default.weight"]
+def plain_name(name: str) -> str:
+    """Of an adapted model's weight in the plain architecture."""
+    return name.replace(".base_layer.", ".")
+
+
+def adapter_name(name: str) -> str | None:
+    """Of an adapter's weight in an adapter folder, as peft writes it; None for a weight of the base."""
+    return f"base_model.model.{name.replace('.default.', '.')}" if ".lora_" in name else None
+
+
+def _delta(name: str, layer: LoraLayer, read: Callable[[str], Tensor]) -> Tensor:
+    down, up = read(f"{name}.lora_A.default.weight"), read(f"{name}.lora_B.default.weight")
     delta = layer.scaling["default"] * (up @ down)
     return delta.T if isinstance(layer.get_base_layer(), Conv1D) else delta
 

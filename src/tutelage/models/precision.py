@@ -6,6 +6,8 @@ its master's, so that accumulation over micro-batches does not round. The optimi
 them back. In float32 a master is the parameter itself and there is no copy.
 
 Only parameters are cast: buffers (rotary frequencies) keep their precision.
+
+A sharded module has no copy: its parameters are this rank's parts in float32, which FSDP casts as it gathers them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
+
+from tutelage.models.sharding import local
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -60,19 +64,21 @@ class MasterWeights:
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Copy saved masters in; the names must be the same (the caller checks)."""
+        """Copy saved masters in, of a sharded one this rank's part; the names must be the same (the caller checks)."""
         for name, master in self.masters.items():
-            master.copy_(weights[name])
+            local(master).copy_(weights[name])
         self.publish()
 
     def full_precision(self) -> dict[str, Tensor]:
         """Every parameter under each of its names: the master where there is one, else what computes, in float32."""
         first = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        wide: dict[str, Tensor] = {}
-        for name, parameter in self.module.named_parameters():
-            wide[name] = self.masters[name].detach() if name in self.masters else parameter.detach().float()
+        wide = {name: self.wide(name, parameter) for name, parameter in self.module.named_parameters()}
         names = self.module.named_parameters(remove_duplicate=False)
         return {name: wide[first[id(parameter)]] for name, parameter in names}
+
+    def wide(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """One parameter of the module: its master where there is one, else what computes, in float32."""
+        return self.masters[name].detach() if name in self.masters else parameter.detach().float()
 
 
 def _add_to(master: nn.Parameter) -> Callable[[Tensor], None]:

@@ -1,10 +1,11 @@
 """The transformer below any head, run over sequences of different length without padding between them.
 
-Shapes: B sequences, S tokens of the longest, N flat tokens, H hidden.
+Shapes: B sequences, S tokens of the longest, N flat tokens, n tokens of one rank, H hidden, R positions, r of one rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tutelage.errors import ModelError, ShapeError
+from tutelage.models.parallel.tokens import TokenCut, TokenParallel, sequence_obstacle
 from tutelage.models.paths import max_positions, position_offset
 from tutelage.types import Ragged, valid_mask
 
@@ -26,11 +28,28 @@ class Trunk:
     layout  packed: one row of segments, through the "tutelage" attention.  padded: right-padded rows and an attention
             mask, through the model's own attention, for architectures whose layers mix tokens in other ways.
     causal  whether a token sees only what is before it.
+    tokens  the ranks that every packed row is cut over; None: this one computes the whole row.
+
+    Raises ModelError for token-parallel ranks with the padded layout, or that do not divide the attention heads.
     """
 
     model: PreTrainedModel
     layout: Layout = "packed"
     causal: bool = True
+    tokens: TokenParallel | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens is None:
+            return
+        name = type(self.model).__name__
+        if self.layout == "padded":
+            raise ModelError(
+                f"{name} cannot be packed, so its rows cannot be cut over {self.tokens.size} token-parallel ranks",
+                fix="set context and sequence to 1 for this model: its layers mix tokens outside attention",
+            )
+        obstacle = sequence_obstacle(self.model.config, self.tokens.sequences)
+        if obstacle is not None:
+            raise ModelError(f"{name} has {obstacle}", fix="change the sequence axis, or use context instead")
 
     @property
     def device(self) -> torch.device:
@@ -41,15 +60,27 @@ class Trunk:
         return embedding_matrix(self.model).shape[1]
 
     def hidden(self, tokens: Ragged) -> Tensor:
-        """(N, H): the last hidden state of every token, in the order of `tokens.flat`.
+        """(N, H): the last hidden state of every token, in the order of `tokens.flat`; on ranks, on every one of them.
 
         Raises ShapeError for an empty sequence, ModelError for one that is longer than the model's context.
         """
-        self._check(tokens)
-        tokens = tokens.to(self.device)
-        return packed_hidden(self.model, tokens) if self.layout == "packed" else padded_hidden(self.model, tokens)
+        states = self.states(tokens)
+        if states.cut is None:
+            return states.hidden
+        return states.read(torch.arange(tokens.flat.shape[0]), lambda hidden_rH, _: hidden_rH)
 
-    def _check(self, tokens: Ragged) -> None:
+    def states(self, tokens: Ragged) -> States:
+        """The last hidden states of the tokens that this rank computes. Raises as `hidden`."""
+        self.check(tokens)
+        tokens = tokens.to(self.device)
+        if self.tokens is not None:
+            cut = self.tokens.cut(tokens)
+            return States(cut_hidden(self.model, tokens, cut), cut)
+        return States(
+            packed_hidden(self.model, tokens) if self.layout == "packed" else padded_hidden(self.model, tokens)
+        )
+
+    def check(self, tokens: Ragged) -> None:
         if len(tokens) == 0 or int(tokens.lens.min()) == 0:
             raise ShapeError(
                 "there is no sequence" if len(tokens) == 0 else f"sequence {int(tokens.lens.argmin())} has no tokens",
@@ -62,6 +93,42 @@ class Trunk:
                 f"sequence {int(tokens.lens.argmax())} has {longest} tokens, the model's context is {limit}",
                 fix="lower data.max_prompt_tokens and the response length, or use a model with a longer context",
             )
+
+
+@dataclass(frozen=True, eq=False)
+class States:
+    """Hidden states (N, H) of a row; where it is cut over ranks, (n, H) of the tokens here.
+
+    What is read comes back whole on every rank, with gradient to wherever the states are.  Only results travel between
+    ranks, never hidden states of single tokens, unless these are the result.
+    """
+
+    hidden: Tensor
+    cut: TokenCut | None = None
+
+    def read(self, index_R: Tensor, function: Callable[[Tensor, Tensor | slice], Tensor]) -> Tensor:
+        """(R, ...): function(hidden_rH, pick) at the positions `index_R` of the row.
+
+        function: called once, with the states of those positions that are here and with which of the R they are (`pick`
+        indexes what belongs to them); returns (r, ...).
+        """
+        if self.cut is None:
+            return function(self.hidden[index_R.to(self.hidden.device)], slice(None))
+        place_r, pick_r = self.cut.local(index_R)
+        found = function(self.hidden[place_r], pick_r)
+        whole = found.new_zeros((index_R.shape[0], *found.shape[1:])).index_add(0, pick_r, found)
+        return self.cut.parallel.total(whole)
+
+    def sums(self, index_R: Tensor, rows_R: Tensor, count: int) -> Tensor:
+        """(count, H) in float32: the states at positions `index_R`, added up by the row that each belongs to."""
+        rows_R = rows_R.to(self.hidden.device)
+        if self.cut is None:
+            wide_RH = self.hidden[index_R.to(self.hidden.device)].float()
+            return wide_RH.new_zeros(count, wide_RH.shape[1]).index_add(0, rows_R, wide_RH)
+        place_r, pick_r = self.cut.local(index_R)
+        wide_rH = self.hidden[place_r].float()
+        part = wide_rH.new_zeros(count, wide_rH.shape[1]).index_add(0, rows_R[pick_r], wide_rH)
+        return self.cut.parallel.total(part)
 
 
 def embedding_matrix(model: PreTrainedModel) -> Tensor:
@@ -77,16 +144,31 @@ def _no_cache(model: PreTrainedModel) -> dict[str, Any]:
 
 def packed_hidden(model: PreTrainedModel, tokens: Ragged) -> Tensor:
     """(N, H) in one (1, N) pass: positions start again in every segment, attention stays inside it."""
-    offsets = tokens.offsets()
-    position = torch.arange(tokens.flat.shape[0], device=offsets.device)
-    position = position - torch.repeat_interleave(offsets[:-1], tokens.lens) + position_offset(model.config)
     out = model(
         input_ids=tokens.flat[None],
-        position_ids=position[None],
-        cu_seq_lens_q=offsets.to(torch.int32),
+        position_ids=_positions(model, tokens)[None],
+        cu_seq_lens_q=tokens.offsets().to(torch.int32),
         **_no_cache(model),
     )
     return out.last_hidden_state[0]
+
+
+def cut_hidden(model: PreTrainedModel, tokens: Ragged, cut: TokenCut) -> Tensor:
+    """(n, H): as `packed_hidden`, of this rank's tokens; all peers must call it together."""
+    out = model(
+        input_ids=cut.take(tokens.flat, 0)[None],
+        position_ids=cut.take(_positions(model, tokens), position_offset(model.config))[None],
+        token_cut=cut,
+        **_no_cache(model),
+    )
+    return out.last_hidden_state[0]
+
+
+def _positions(model: PreTrainedModel, tokens: Ragged) -> Tensor:
+    """(N,) from the architecture's first position id, again in every segment."""
+    offsets = tokens.offsets()
+    position_N = torch.arange(tokens.flat.shape[0], device=offsets.device)
+    return position_N - torch.repeat_interleave(offsets[:-1], tokens.lens) + position_offset(model.config)
 
 
 def padded_hidden(model: PreTrainedModel, tokens: Ragged) -> Tensor:

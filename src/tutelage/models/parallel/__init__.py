@@ -1,0 +1,1 @@
+"""One model on several ranks: cut rows (context, sequence) and cut matrices (tensor)."""

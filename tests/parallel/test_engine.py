@@ -1,0 +1,120 @@
+"""`ModelEngine` on cut rows and cut matrices: gradients, statistics, updates and saved weights of one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import parallel_kit as kit
+import pytest
+import torch
+from spmd_kit import run_ranks
+from torch import Tensor
+
+from tutelage.config.common import ModelConfig, OptimConfig
+from tutelage.engines.engine import ModelEngine
+from tutelage.engines.mesh import RankMeshes
+from tutelage.engines.ranks import MeshRanks
+from tutelage.layout import Layout
+from tutelage.models.load import load_causal_lm, load_scalar_model
+from tutelage.types import Demonstrations, Outputs, Ragged, Stat, Stats
+
+LAYOUTS = {
+    "sequence 2": Layout(sequence=2),
+    "context 2": Layout(context=2),
+    "tensor 2": Layout(tensor=2),
+    "shard 2, sequence 2": Layout(shard=2, sequence=2),
+    "replicate 2, context 2": Layout(replicate=2, context=2),
+    "shard 2, tensor 2": Layout(shard=2, tensor=2),
+    "sequence 2, tensor 2": Layout(sequence=2, tensor=2),
+}
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """logp^2 + 0.1 entropy per token; weight 1 / (tokens of the mini-batch)."""
+
+    outputs: frozenset[str] = frozenset({"logp", "entropy"})
+
+    def weights(self, batch: Demonstrations) -> Ragged:
+        lens = batch.sequences.response_lens
+        return Ragged(torch.full((int(lens.sum()),), 1.0 / int(lens.sum())), lens)
+
+    def items(self, out: Outputs, batch: Demonstrations) -> tuple[Tensor, Stats]:
+        assert out.logp is not None
+        assert out.entropy is not None
+        return out.logp.square() + 0.1 * out.entropy, {"logp": Stat.of(out.logp)}
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """(V - 1)^2 per token, every token of weight 1 / B."""
+
+    outputs: frozenset[str] = frozenset({"value"})
+
+    def weights(self, batch: Demonstrations) -> Ragged:
+        lens = batch.sequences.response_lens
+        return Ragged(torch.full((int(lens.sum()),), 1.0 / len(lens)), lens)
+
+    def items(self, out: Outputs, batch: Demonstrations) -> tuple[Tensor, Stats]:
+        assert out.value is not None
+        return (out.value - 1).square(), {"value": Stat.of(out.value)}
+
+
+def batch() -> Demonstrations:
+    seqs = kit.sequences("uneven")
+    return Demonstrations(seqs, tuple(str(i) for i in range(len(seqs))))
+
+
+def work(folder: Path, case: str, ranks: MeshRanks | None) -> dict[str, Any]:
+    settings = ModelConfig(path=str(folder), lora_rank=2 if case == "lora" else 0)
+    sharding = None if ranks is None else ranks.sharding()
+    if case == "value":
+        model: Any = load_scalar_model(settings, "value", tokenizer=kit.WordTokenizer(), sharding=sharding)
+    else:
+        model = load_causal_lm(settings, kit.WordTokenizer(), sharding=sharding)
+    optim = OptimConfig(lr=1e-2, schedule="constant", tokens_per_micro_batch=24, max_grad_norm=0.5)
+    engine = ModelEngine(model, optim, ranks=ranks, total_updates=2)
+    loss = ValueLoss() if case == "value" else TokenLoss()
+    found = {"gradients": engine.gradients(batch(), loss), "stats": [engine.step(batch(), loss) for _ in range(2)]}
+    seqs = kit.sequences("uneven")
+    found["numbers"] = engine.values(seqs).flat if case == "value" else engine.logprobs(seqs, 1.0).flat
+    return found
+
+
+MESHES = RankMeshes()
+
+
+def on_ranks(rank: int, world: int, folder: Path, layout: str) -> dict[str, Any]:
+    ranks = MeshRanks(MESHES.of(LAYOUTS[layout]))
+    return {case: work(folder, case, ranks) for case in ("policy", "lora", "value")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "qwen3"
+    kit.build("qwen3", tie_word_embeddings=True).save_pretrained(path)
+    kit.WordTokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def one_process(folder):
+    return {case: work(folder, case, None) for case in ("policy", "lora", "value")}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_update_is_that_of_one_process(layout, folder, one_process):
+    world = LAYOUTS[layout].size
+    for rank, found in enumerate(run_ranks(on_ranks, world, folder, layout)):
+        for case, ours in found.items():
+            theirs, what = one_process[case], f"{layout}, rank {rank}, {case}"
+            rows = LAYOUTS[layout].data == 1
+            numbers = {"numbers": ours["numbers"]} if rows else {}
+            kit.require_equal(
+                (numbers, ours["gradients"]), ({n: theirs[n] for n in numbers}, theirs["gradients"]), what
+            )
+            for mine, his in zip(ours["stats"], theirs["stats"], strict=True):
+                for name in ("loss", "grad_norm"):
+                    assert mine[name].mean == pytest.approx(his[name].mean, rel=2e-4), f"{what} {name}"
