@@ -54,6 +54,19 @@ class TrainingError(TutelageError, RuntimeError):
     """Training cannot go on: a loss or gradient that is not finite, a budget that was crossed."""
 
 
+class ClusterError(TutelageError, RuntimeError):
+    """A cluster does not answer, cannot place a pool, or lost a rank.
+
+    pool: the pool that lost a rank and can be started again; empty where nothing was lost.
+    """
+
+    pool: str = ""
+
+
+class PreemptedError(TutelageError, RuntimeError):
+    """The run was asked to end, wrote a checkpoint and left."""
+
+
 class CheckpointError(TutelageError, OSError):
     """A checkpoint cannot be written, read or resumed from."""
 

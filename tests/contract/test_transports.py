@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import ray_kit
+import torch
 
 from tutelage.algorithms import ALGORITHMS
 from tutelage.config import PPOConfig
@@ -17,15 +19,6 @@ from tutelage.schedules import Synchronous
 from tutelage.transport.local import LocalTransport
 from tutelage.transport.recording import RecordingTransport
 from tutelage.transport.roleset import RoleSet
-
-
-class Adder:
-    def add(self, a, b=0):
-        return a + b
-
-    def fail(self):
-        raise KeyError("inside")
-
 
 TOUCHES = {
     "attribute": lambda p: p.shape,
@@ -41,31 +34,109 @@ TOUCHES = {
 }
 
 
-@pytest.mark.parametrize("transport", [LocalTransport, RecordingTransport])
+RUNNING = ("local", "ray")
+EVERY = (*RUNNING, "recording")
+
+
+@pytest.fixture(scope="module")
+def ray_adders():
+    """One rank on the session's Ray, for all tests of this file."""
+    pytest.importorskip("ray")
+    from tutelage.transport.ray import ray_transport
+
+    ray_kit.shared_ray()
+    running = ray_transport(ray_kit.cluster())
+    running.start(ray_kit.adders, ("adder",))
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def start(request):
+    """kind -> (transport, handle of an Adder)."""
+
+    def started(kind):
+        if kind == "ray":
+            transport = request.getfixturevalue("ray_adders")
+            transport.take_seconds(), transport.take_busy()
+            return transport, transport.handle("adder")
+        transport = LocalTransport() if kind == "local" else RecordingTransport({"adder": ray_kit.Adder})
+        return transport, transport.start(ray_kit.adders, ("adder",))[0]["adder"]
+
+    return started
+
+
+@pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
-def test_results_cannot_be_read_before_they_are_gathered(touch, transport):
-    result = transport().handle("adder", Adder()).add(1, b=2)
+def test_results_cannot_be_read_before_they_are_gathered(touch, kind, start):
+    result = start(kind)[1].add(1, b=2)
     with pytest.raises(PendingError, match=r"of the (pending result of adder\.add|recorded result) was read"):
         touch(result)
 
 
-def test_a_local_result_is_gathered():
-    assert LocalTransport().handle("adder", Adder()).add(1, b=2).gather() == 3
+@pytest.mark.parametrize("kind", ["local", "recording"])
+def test_roles_are_built_by_start_where_anything_runs(kind):
+    transport = LocalTransport() if kind == "local" else RecordingTransport({"adder": ray_kit.Adder})
+    handles, notes = transport.start(ray_kit.adders, ("adder",))
+    assert (list(handles), notes) == (["adder"], ("built",) if kind == "local" else ())
+    transport.close()
 
 
-def test_local_pending_arguments_are_resolved_by_position_and_by_name():
-    handle = LocalTransport().handle("adder", Adder())
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_method_that_a_role_has_not_is_refused_where_it_is_named(kind, start):
+    with pytest.raises(AttributeError, match="subtract"):
+        _ = start(kind)[1].subtract
+
+
+@pytest.mark.parametrize("kind", RUNNING)
+def test_a_result_is_gathered(kind, start):
+    assert start(kind)[1].add(1, b=2).gather() == 3
+
+
+@pytest.mark.parametrize("kind", RUNNING)
+def test_pending_arguments_are_resolved_by_position_and_by_name(kind, start):
+    handle = start(kind)[1]
     assert handle.add(handle.add(1, 2), b=handle.add(3)).gather() == 6
 
 
-def test_local_errors_arrive_as_themselves_and_name_the_role():
+@pytest.mark.parametrize("kind", RUNNING)
+def test_errors_arrive_as_themselves_and_name_the_role_once(kind, start):
+    handle = start(kind)[1]
     with pytest.raises(KeyError, match="inside") as caught:
-        LocalTransport().handle("adder", Adder()).fail()
-    assert caught.value.__notes__ == ["in adder.fail"]
+        handle.fail().gather()
+    assert [note.partition(",")[0] for note in caught.value.__notes__ if "Traceback" not in note] == ["in adder.fail"]
+    assert handle.add(1).gather() == 1
+
+
+@pytest.mark.parametrize("kind", RUNNING)
+def test_a_call_on_each_rank_takes_and_gives_a_list(kind, start):
+    assert start(kind)[1].entry(["mine"]).gather() == ["mine"]
+
+
+@pytest.mark.parametrize("kind", RUNNING)
+def test_controller_values_flow_through_roles_and_mathematics(kind, start):
+    transport, handle = start(kind)
+    quotient, rest = transport.call(divmod, handle.add(transport.put(16), 1), transport.put(5), outputs=2)
+    assert (quotient.gather(), handle.add(rest, 1).gather()) == (3, 3)
+
+
+@pytest.mark.parametrize("kind", RUNNING)
+def test_a_batch_takes_pending_columns_and_is_passed_on_with_them(kind, start):
+    transport, handle = start(kind)
+    rollout = ray_kit.generated(ray_kit.prompts_of(3))
+    expected = rollout.sequences.responses()
+    for batch in (handle.batch(), transport.put(rollout)):
+        grown = batch.adding(old_logp=handle.lengths(batch), finished=torch.zeros(6, dtype=torch.bool))
+        assert torch.equal(handle.lengths(grown).gather().flat, expected.flat)
+        found = grown.gather()
+        assert torch.equal(found.old_logp.flat, expected.flat)
+        assert torch.equal(found.old_logp.lens, expected.lens)
+        assert not found.finished.any()
+        assert found.texts == rollout.texts
 
 
 def test_update_of_an_unknown_role_names_the_closest_one():
-    roles = RoleSet({"critic": LocalTransport().handle("critic", Adder())})
+    roles = RoleSet({"critic": LocalTransport().handle("critic", ray_kit.Adder())})
     with pytest.raises(ConfigError, match="Did you mean critic"):
         roles.update(None, critik=None)
 
@@ -135,10 +206,11 @@ def test_a_publication_that_fails_is_not_missed():
     assert actor.versions == [7]
 
 
-@pytest.mark.parametrize("transport", [LocalTransport, RecordingTransport])
-def test_every_transport_tells_where_the_time_went_and_begins_anew(transport):
-    running = transport()
-    running.handle("adder", Adder()).add(1, b=2)
-    first = running.take_seconds()
-    assert set(first) == ({("adder", "add")} if transport is LocalTransport else set())
-    assert running.take_seconds() == {}
+@pytest.mark.parametrize("kind", EVERY)
+def test_every_transport_tells_where_the_time_went_and_begins_anew(kind, start):
+    transport, handle = start(kind)
+    handle.add(1, b=2).gather()
+    assert set(transport.take_seconds()) == (set() if kind == "recording" else {("adder", "add")})
+    assert set(transport.take_busy()) == (set() if kind == "recording" else {"main"})
+    assert transport.take_seconds() == {}
+    assert transport.take_busy() == {}

@@ -1,1 +1,1 @@
-"""Where a call on a role runs: directly (`local`) or nowhere at all (`recording`)."""
+"""Where a call on a role runs: in this process (`local`), on groups of processes (`ray`), nowhere (`recording`)."""

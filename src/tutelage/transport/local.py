@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tutelage.config.cluster import MAIN
@@ -88,6 +89,9 @@ class LocalTransport:
         """Handles of the roles, built here, and what the builder noted."""
         built = builder(roles, self.place)
         return {name: self.handle(name, role) for name, role in built.roles.items()}, built.notes
+
+    def attach(self, folder: Path) -> None:
+        """Everything runs here."""
 
     def close(self) -> None:
         """Nothing is held."""

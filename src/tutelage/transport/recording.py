@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tutelage.errors import PendingError
+from tutelage.layout import RoleBuilder
 from tutelage.transport.pending import Unreadable
 
 
@@ -68,10 +70,24 @@ class RecordedHandle:
 
 
 class RecordingTransport:
-    """Collects nodes in the order they are called."""
+    """Collects nodes in the order they are called.
 
-    def __init__(self) -> None:
+    classes: of the roles that `start` gives handles of; their method names are all that is used.
+    """
+
+    def __init__(self, classes: Mapping[str, Any] | None = None) -> None:
+        self.classes = classes or {}
         self.nodes: list[Node] = []
+
+    def start(self, builder: RoleBuilder, roles: tuple[str, ...]) -> tuple[dict[str, RecordedHandle], tuple[str, ...]]:
+        """Handles of the roles' classes; the builder is not called, since nothing runs."""
+        return {name: self.handle(name, self.classes[name]) for name in roles}, ()
+
+    def attach(self, folder: Path) -> None:
+        """Nothing runs."""
+
+    def close(self) -> None:
+        """Nothing was started."""
 
     def node(self, role: str, method: str, arguments: tuple[Any, ...]) -> Recorded:
         inputs = frozenset[int]().union(*(sources_of(a) for a in arguments))
@@ -91,4 +107,8 @@ class RecordingTransport:
 
     def take_seconds(self) -> dict[tuple[str, str], float]:
         """Nothing ran, so nothing took any time."""
+        return {}
+
+    def take_busy(self) -> dict[str, float]:
+        """Nothing ran, so no pool was busy."""
         return {}

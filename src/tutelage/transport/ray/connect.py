@@ -1,0 +1,99 @@
+"""Reaching a Ray cluster: the one on this machine that is started for a run, or one that exists."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from tutelage.config.cluster import ClusterConfig
+from tutelage.errors import ClusterError
+
+PROBE = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='error'); ray.shutdown()"
+
+
+@dataclass(frozen=True)
+class Connection:
+    """own: this process connected, so it disconnects.  local: the instance was started for this run."""
+
+    own: bool
+    local: bool
+
+    def close(self) -> None:
+        if self.own:
+            ray.shutdown()
+
+
+def connect(cluster: ClusterConfig) -> Connection:
+    """Connect within `start_timeout`; a connection that this process has already is used as it is.
+
+    Raises ClusterError, with the address, for a cluster that does not answer or has another version of Ray or Python.
+    """
+    if ray.is_initialized():
+        return Connection(own=False, local=False)
+    address = cluster.address
+    if address is not None and address != "auto":
+        require_listener(address, cluster.start_timeout)
+        require_ray(address, cluster.start_timeout)
+    options: dict[str, Any] = {"log_to_driver": False, "runtime_env": dict(cluster.runtime_env)}
+    if address is None or not address.startswith("ray://"):
+        options["logging_level"] = logging.CRITICAL  # what goes wrong arrives as an error
+    if address is None:
+        options["include_dashboard"] = False
+    try:
+        ray.init(address=address or "local", **options)
+    except Exception as error:  # Ray raises bare Exception too, for a node that does not come up in time
+        raise refused(address, str(error)) from error
+    return Connection(own=True, local=address is None)
+
+
+def require_listener(address: str, seconds: float) -> None:
+    """Raises ClusterError where nothing accepts a connection."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise ClusterError(
+            f"cluster.address is {address!r}", fix="give auto, HOST:PORT or ray://HOST:PORT, such as 10.0.0.1:6379"
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
+    except (OSError, OverflowError) as error:
+        raise ClusterError(
+            f"nothing answers at cluster.address {address}: {error}",
+            fix="start a head node there (ray start --head --port=PORT), or open the port between the machines",
+        ) from error
+
+
+def require_ray(address: str, seconds: float) -> None:
+    """Raises ClusterError where something listens that is not a Ray of this version.
+
+    Tried in another process: Ray's own start neither keeps a deadline nor always returns.
+    """
+    try:
+        done = subprocess.run([sys.executable, "-c", PROBE, address], capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(
+            f"{address} accepts connections, but no Ray cluster answered within {seconds:g} s (cluster.start_timeout)",
+            fix="check that the port is Ray's (6379 for HOST:PORT, 10001 for ray://) and not taken by something else",
+        ) from error
+    if done.returncode:
+        raise refused(address, done.stderr)
+
+
+def refused(address: str | None, text: str) -> ClusterError:
+    """Ray's own words, shortened to what names the cause."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if "version mismatch" in text.lower():
+        start = next(i for i, line in enumerate(lines) if "version mismatch" in line.lower())
+        words, fix = " ".join(lines[start : start + 5]), "install the cluster's versions of ray and Python here"
+    elif address == "auto":
+        words, fix = lines[-1] if lines else "no answer", "start one on this machine: ray start --head"
+    else:
+        words = lines[-1] if lines else "no answer"
+        fix = "see `ray status` on the head node" if address else "free memory, disk and ports on this machine"
+    where = f"the Ray cluster at {address}" if address else "a Ray instance on this machine"
+    return ClusterError(f"{where} cannot be used: {words}", fix=fix)
