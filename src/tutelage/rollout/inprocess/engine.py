@@ -77,6 +77,9 @@ class InProcessRollout:
         """The weights are shared, so there is nothing to move; later rollouts carry this version."""
         self.version = version
 
+    def rest(self) -> None:
+        """Nothing is held between calls."""
+
     def generate(self, prompts: Prompts) -> Rollout:
         """`prompts.n` responses to each prompt, under the default parameters; greedy where the prompts say so.
 

@@ -1,0 +1,1 @@
+"""Generation by vLLM: in this process, in processes of its own, or as a server."""
