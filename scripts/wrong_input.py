@@ -273,7 +273,7 @@ def damaged_checkpoint(root: Path) -> list[Outcome]:
     folder = root / "runs" / "damaged"
     (folder / "summary.json").unlink()
     last = folder / "checkpoints" / checkpoints(folder)[-1]
-    file = last / "actor.safetensors"
+    file = last / "actor" / "rank_00000.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     refused = call(root, ("resume", "runs/damaged"))
     shutil.rmtree(last)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from tutelage.config.ppo import PPOConfig
+from tutelage.config import GRPOConfig, PPOConfig
 
 HISTORY = 20
 
@@ -22,13 +22,15 @@ class Alarm:
 
 @dataclass
 class Alarms:
-    """PPO's alarms.  Each rings when its condition begins to hold, and again only after it has cleared.
+    """Alarms of algorithms that learn from their own rollouts, where they report what an alarm watches.
+
+    Each rings when its condition begins to hold, and again only after it has cleared.
 
     The first step's entropy and length, and recent value losses, are what later steps are compared with; all of it is
     part of the checkpoint (`state`).
     """
 
-    cfg: PPOConfig
+    cfg: PPOConfig | GRPOConfig
     first: dict[str, float] = field(default_factory=dict)
     value_errors: list[float] = field(default_factory=list)
     ringing: set[str] = field(default_factory=set)
@@ -51,6 +53,8 @@ class Alarms:
         return new
 
     def _kl(self, metrics: Mapping[str, float]) -> list[Alarm]:
+        if "kl/sequence" not in metrics:  # no reference, no KL
+            return []
         kl, cfg, out = metrics["kl/sequence"], self.cfg.kl, []
         if kl > self.cfg.alarms.kl:
             out.append(
@@ -71,14 +75,14 @@ class Alarms:
         return out
 
     def _policy(self, metrics: Mapping[str, float]) -> list[Alarm]:
-        bounds, out = self.cfg.alarms, []
+        bounds, name, out = self.cfg.alarms, self.cfg.algorithm, []
         clipped = metrics["policy/clip_fraction"]
         if clipped > bounds.clip_fraction:
             out.append(
                 Alarm(
                     "clip_fraction",
                     f"{clipped:.0%} of tokens are clipped (alarm at {bounds.clip_fraction:.0%}): updates are too "
-                    "large. Lower optim.lr, ppo.epochs or ppo.minibatches",
+                    f"large. Lower optim.lr, {name}.epochs or {name}.minibatches",
                 )
             )
         entropy, start = metrics["policy/entropy"], self.first["policy/entropy"]
@@ -87,7 +91,7 @@ class Alarms:
                 Alarm(
                     "entropy_collapse",
                     f"entropy fell to {entropy:.3f} nats per token, under {bounds.entropy_ratio:.0%} of its start "
-                    f"({start:.3f}). Raise kl.coef or ppo.entropy_coef, or lower optim.lr",
+                    f"({start:.3f}). Raise kl.coef or {name}.entropy_coef, or lower optim.lr",
                 )
             )
         length, start = metrics["rollout/length_mean"], self.first["rollout/length_mean"]
@@ -96,14 +100,15 @@ class Alarms:
                 Alarm(
                     "length_explosion",
                     f"mean length is {length:.0f} tokens, {length / start:.1f} times its start ({start:.0f}). "
-                    "Set ppo.missing_eos_penalty, or look for a reward that pays for length",
+                    f"Set {name}.missing_eos_penalty, or look for a reward that pays for length",
                 )
             )
         return out
 
     def _value(self, metrics: Mapping[str, float]) -> list[Alarm]:
-        error, past = metrics["value/error"], self.value_errors
-        out = []
+        if not isinstance(self.cfg, PPOConfig):  # no critic
+            return []
+        error, past, out = metrics["value/error"], self.value_errors, []
         if len(past) >= 3 and error > self.cfg.alarms.value_loss_ratio * median(past):
             out.append(
                 Alarm(

@@ -1,7 +1,7 @@
 """Checkpoints: written beside and renamed into place; an ordinary model folder plus everything a step depends on.
 
     checkpoints/step_000010/  model/          Hugging Face folder of the role that is trained for use
-                              ROLE.safetensors, ROLE.json   trainable weights, optimiser moments, counters
+                              ROLE/           trainable weights, optimiser moments, counters, for any number of ranks
                               state.json      step, data cursor, KL controller, alarms
     checkpoints/best/         model/, quality.json
 
@@ -25,6 +25,8 @@ from tutelage.errors import CheckpointError
 from tutelage.runfolder import read_json, write_json
 
 COMPLETE = "state.json"
+TENSORS = "tensors.safetensors"
+PLAIN = "values.json"
 STATE_KEYS = ("done", "stopped", "seconds", "algorithm", "source", "alarms", "evaluator", "evaluations")
 
 
@@ -40,15 +42,13 @@ class Checkpoints:
         """Write a checkpoint, then delete the oldest beyond `keep`.  Where it fails, the earlier ones stay intact."""
         target = self.folder / f"step_{step:06d}"
         partial = self.folder / f".step_{step:06d}.partial"
-        flat = {name: flatten(role.state().gather()) for name, role in roles.items()}
-        self._require_space(target, sum(nbytes(tensors) for tensors, _ in flat.values()))
+        self._require_space(target, sum(role.checkpoint_bytes().gather() for role in roles.values()))
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             roles[self.exported].save_pretrained(partial / "model").gather()
-            for name, (tensors, plain) in flat.items():
-                save_file({k: t.contiguous() for k, t in tensors.items()}, partial / f"{name}.safetensors")
-                write_json(partial / f"{name}.json", plain)
+            for name, role in roles.items():
+                role.save_state(partial / name).gather()
             write_json(partial / COMPLETE, dict(state))
             put_in_place(partial, target)
         except (OSError, SafetensorError) as error:
@@ -106,14 +106,7 @@ class Checkpoints:
     def load(self, path: Path, roles: Mapping[str, Any]) -> dict[str, Any]:
         """Put every role's state back; returns the controller's."""
         for name, role in roles.items():
-            try:
-                tensors: dict[str, torch.Tensor] = load_file(path / f"{name}.safetensors")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(
-                    f"{path / name}.safetensors cannot be read: {error}",
-                    fix="delete this checkpoint folder and resume from the one before it",
-                ) from error
-            role.load_state(unflatten(tensors, read_json(path / f"{name}.json"))).gather()
+            role.load_state(path / name).gather()
         state = read_json(path / COMPLETE)
         missing = [key for key in STATE_KEYS if not isinstance(state, dict) or key not in state]
         if missing:
@@ -139,5 +132,21 @@ def size_text(size: int) -> str:
     return f"{size / 1e6:.0f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
 
 
-def nbytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+def save_plain(folder: Path, state: Mapping[str, Any]) -> None:
+    """A state of tensors and JSON values (`engines.state`) that one process holds."""
+    tensors, plain = flatten(state)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
+    write_json(folder / PLAIN, plain)
+
+
+def load_plain(folder: Path) -> dict[str, Any]:
+    """What `save_plain` wrote.  Raises CheckpointError for a damaged file."""
+    try:
+        tensors: dict[str, torch.Tensor] = load_file(folder / TENSORS)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder / TENSORS} cannot be read: {error}",
+            fix="delete this checkpoint folder and resume from the one before it",
+        ) from error
+    return unflatten(tensors, read_json(folder / PLAIN))

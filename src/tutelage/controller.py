@@ -14,31 +14,65 @@ from typing import Any
 from torch import Tensor
 
 from tutelage.alarms import Alarms
-from tutelage.checkpoints import Checkpoints
-from tutelage.errors import TutelageError
+from tutelage.checkpoints import Checkpoints, load_plain, save_plain
+from tutelage.engines.state import flatten
+from tutelage.errors import ClusterError, PreemptedError, TutelageError
 from tutelage.evals.evaluation import Evaluation, Evaluator
-from tutelage.protocols import BatchSource, Tracker
+from tutelage.protocols import BatchSource, Tracker, Transport
 from tutelage.reports.display import Display
 from tutelage.reports.metrics_log import MetricsLog
 from tutelage.runfolder import write_json
-from tutelage.schedules import Synchronous
-from tutelage.transport.local import LocalTransport
+from tutelage.schedules import Schedule
 from tutelage.transport.roleset import RoleSet
 from tutelage.types import Stats
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+GENERATION = ("generate", "generate_partial")
+SCHEDULE = "schedule"
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A result that is there."""
+
+    value: Any
+
+    def gather(self) -> Any:
+        return self.value
+
+
+@dataclass(frozen=True)
+class BegunAhead:
+    """What a schedule has begun ahead, as a checkpoint sees a role."""
+
+    schedule: Schedule
+
+    def save_state(self, folder: Path) -> Gathered:
+        save_plain(folder, self.schedule.state())
+        return Gathered(None)
+
+    def load_state(self, folder: Path) -> Gathered:
+        self.schedule.load_state(load_plain(folder))
+        return Gathered(None)
+
+    def checkpoint_bytes(self) -> Gathered:
+        tensors, _ = flatten(self.schedule.state())
+        return Gathered(sum(tensor.nbytes for tensor in tensors.values()))
 
 
 @dataclass
 class Controller:
     """One run.  `learners` are the names of the roles whose state a checkpoint holds; `finish` is the algorithm's last
     word after the last update (such as centring a reward model), its result goes into the summary.
+
+    done: steps that are learned.  drawn: batches taken from the source, which a schedule may do ahead.
+    rebuild: starts lost pools again, their roles as at the start of the run; restarts: how often that may happen.
     """
 
     folder: Path
     total_steps: int
-    schedule: Synchronous
-    transport: LocalTransport
+    schedule: Schedule
+    transport: Transport
     roles: RoleSet
     learners: tuple[str, ...]
     source: BatchSource
@@ -52,9 +86,14 @@ class Controller:
     display: Display
     trackers: Sequence[Tracker]
     finish: Callable[[], Mapping[str, Any]] | None = None
+    rebuild: Callable[[ClusterError], None] | None = None
+    restarts: int = 0
     done: int = 0
+    drawn: int = 0
     state: Any = None
     stopped: str = ""
+    leaving: str = ""
+    batches: Iterator[Tensor] = field(default_factory=lambda: iter(()))
     started: float = 0.0
     seconds_before: float = 0.0
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -66,10 +105,11 @@ class Controller:
         try:
             if self.done == 0:
                 self.evaluate("before")
-            for index in self.remaining():
-                self.step(index)
-                if self.stopped:
-                    break
+            self.batches = iter(self.source)
+            while not self.stopped and not self.leaving and self.done < self.total_steps and self.step_or_recover():
+                pass
+            if self.leaving:
+                self.leave_now()
             summary = self.finished()
         except TutelageError as error:
             with contextlib.suppress(TutelageError):  # a full disk must not hide what went wrong
@@ -83,22 +123,55 @@ class Controller:
         self.display.finish(summary)
         return summary
 
-    def remaining(self) -> Iterator[Tensor]:
-        for index in self.source:
-            if self.stopped or self.done >= self.total_steps:
-                return
-            yield index
-            if self.done >= self.total_steps:
-                return
+    def leave(self, reason: str) -> None:
+        """Write a checkpoint after the step that runs and end with PreemptedError; may be called by a signal."""
+        self.leaving = reason
 
-    def step(self, index: Tensor) -> None:
-        """One training step and everything that hangs on it; a message names the step when it fails."""
+    def leave_now(self) -> None:
+        self.checkpoint()
+        raise PreemptedError(
+            f"{self.leaving} after step {self.done} of {self.total_steps}; everything up to it is in a checkpoint",
+            fix=f"tutelage resume {self.folder}",
+        )
+
+    def step_or_recover(self) -> bool:
+        """`step`; where it lost a part of the cluster, the run goes on from its last checkpoint, `restarts` times."""
+        try:
+            return self.step()
+        except ClusterError as error:
+            latest = self.checkpoints.latest()
+            if self.rebuild is None or not error.pool or self.restarts == 0 or latest is None:
+                raise
+            self.restarts -= 1
+            said = f"{error.what}; pool {error.pool} starts again, the run goes on from {latest.name}"
+            self.log.event(self.done, "restart", said)
+            self.display.event("restart", said)
+            self.rebuild(error)
+            self.restore(latest, self.schedule.algorithm.state_from)
+            self.batches = iter(self.source)
+            return True
+
+    def draw(self) -> Any | None:
+        """The next batch of the data, numbered by its place in it; None past the last step of the run."""
+        index = next(self.batches, None) if self.drawn < self.total_steps else None
+        if index is None:
+            return None
+        self.drawn += 1
+        return self.make_batch(index, self.drawn - 1)
+
+    def step(self) -> bool:
+        """One training step and everything that hangs on it; a message names the step when it fails.
+
+        False: the data has no batch left.
+        """
         start = time.perf_counter()
         try:
-            result = self.schedule.step(self.make_batch(index, self.done), self.state)
+            result = self.schedule.advance(self.draw, self.state)
         except TutelageError as error:
             error.add_note(f"at step {self.done + 1} of {self.total_steps}")
             raise
+        if result is None:
+            return False
         self.state = result.state
         self.done += 1
         metrics = {name: stat.mean for name, stat in result.stats.items()}
@@ -115,6 +188,7 @@ class Controller:
         self.record(metrics)
         if self.checkpoint_every and self.done % self.checkpoint_every == 0 and not last:
             self.checkpoint()
+        return True
 
     def costs(self, stats: Stats, seconds: float) -> dict[str, float]:
         """Time, throughput and memory of a step."""
@@ -123,8 +197,15 @@ class Controller:
         tokens = next((stats[n].total for n in ("rollout/tokens", "data/trained_tokens") if n in stats), None)
         if tokens is not None:
             out["time/tokens_per_s"] = tokens / seconds
-        if ("actor", "generate") in spent:
-            out["time/rollout_s"] = spent["actor", "generate"]
+            for role in self.roles.names():
+                busy = sum(spent_s for (name, _), spent_s in spent.items() if name == role)
+                if busy > 0:
+                    out[f"time/tokens_per_s/{role}"] = tokens / busy
+        generation = [spent["actor", method] for method in GENERATION if ("actor", method) in spent]
+        if generation:
+            out["time/rollout_s"] = sum(generation)
+        if ("actor", "publish") in spent:
+            out["time/sync_s"] = spent["actor", "publish"]
         return out
 
     def record(self, metrics: Mapping[str, float]) -> None:
@@ -155,9 +236,9 @@ class Controller:
         return dict(found.metrics)
 
     def checkpoint(self) -> None:
-        handles = {name: getattr(self.roles, name) for name in self.learners}
         state = {
             "done": self.done,
+            "drawn": self.drawn,
             "stopped": self.stopped,
             "seconds": self.seconds(),
             "algorithm": self.state.state_dict(),
@@ -166,14 +247,14 @@ class Controller:
             "evaluator": {} if self.evaluator is None else self.evaluator.state(),
             "evaluations": self.evaluations,
         }
-        path = self.checkpoints.save(self.done, handles, state)
+        path = self.checkpoints.save(self.done, self.stateful(), state)
         self.display.event("checkpoint", str(path))
 
     def restore(self, path: Path, state_from: Callable[[Mapping[str, Any]], Any]) -> None:
         """Continue from a checkpoint: later metrics are dropped, they will be taken again."""
-        handles = {name: getattr(self.roles, name) for name in self.learners}
-        saved = self.checkpoints.load(path, handles)
+        saved = self.checkpoints.load(path, self.stateful())
         self.done, self.stopped, self.seconds_before = saved["done"], saved["stopped"], saved["seconds"]
+        self.drawn = saved.get("drawn", saved["done"])
         self.state = state_from(saved["algorithm"])
         self.source.load_state(saved["source"])
         self.evaluations = saved["evaluations"]
@@ -185,6 +266,11 @@ class Controller:
         self.log.event(self.done, "resume", f"resumed from {path.name}; {dropped} later steps are taken again")
         if "actor" in self.schedule.algorithm.PUBLISHED:
             self.roles.actor.publish(self.done).gather()
+
+    def stateful(self) -> dict[str, Any]:
+        """What a checkpoint holds tensors of: the learners, and the rollouts that were begun ahead."""
+        handles: dict[str, Any] = {name: getattr(self.roles, name) for name in self.learners}
+        return {**handles, SCHEDULE: BegunAhead(self.schedule)} if self.schedule.LOOKS_AHEAD else handles
 
     def seconds(self) -> float:
         """Of this run so far, resumed parts added up."""

@@ -115,6 +115,7 @@ class Place:
     layouts  of the roles in this pool; a role that is not named has one rank.
     device   "cpu", "cuda" or "cuda:N".
     progress called with (what, done, total) by work that takes long.
+    address  at which the other processes of the run reach the pool's first one.
     """
 
     rank: int = 0
@@ -122,6 +123,7 @@ class Place:
     device: str = "cpu"
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     progress: Callable[[str, int, int], None] = no_progress
+    address: str = "127.0.0.1"
 
     def layout(self, role: str) -> Layout:
         return self.layouts.get(role, Layout())

@@ -271,6 +271,7 @@ class Rollout(_Columns):
     score         named scores and their weighted total, per sequence.
     token_reward  Ragged (R) per-token rewards, optional.
     advantage, ret  Ragged (R): set by the algorithm.
+    counted       (B,) bool: rows that the loss counts, set by the algorithm; None: all.
     """
 
     sequences: Sequences
@@ -290,6 +291,7 @@ class Rollout(_Columns):
     token_reward: Ragged | None = None
     advantage: Ragged | None = None
     ret: Ragged | None = None
+    counted: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -325,12 +327,34 @@ class Pairs(_Columns):
     """P preference pairs. Chosen and rejected share a prompt; a pair is one item and is never cut.
 
     margin (P,): how much better chosen is, in units of the score; 0 where the data does not say.
+    ref_chosen_logp, ref_rejected_logp  Ragged over the response tokens of P rows each: the reference's logprobs.
     """
 
     chosen: Sequences
     rejected: Sequences
     margin: Tensor
     ids: tuple[str, ...]
+    ref_chosen_logp: Ragged | None = None
+    ref_rejected_logp: Ragged | None = None
+
+    def adding(self, **columns: Any) -> Self:
+        """A copy with these columns set; `ref_logp`, 2P rows as a role returns for `sequences`, sets those of both
+        sides.  An unknown name raises TypeError, another number of rows ShapeError.
+        """
+        if "ref_logp" in columns:
+            columns["ref_chosen_logp"], columns["ref_rejected_logp"] = self.sides(columns.pop("ref_logp"))
+        return super().adding(**columns)
+
+    def sides(self, column: Ragged) -> tuple[Ragged, Ragged]:
+        """A column over the response tokens of `sequences`, cut into chosen and rejected.  Raises ShapeError."""
+        if not torch.equal(column.lens, self.sequences.response_lens):
+            raise ShapeError(
+                f"a column of {len(column)} rows and {column.flat.shape[0]} tokens does not fit {len(self)} pairs",
+                fix="give all chosen rows, then all rejected ones, one entry a response token",
+            )
+        cut = int(self.chosen.response_lens.sum())
+        lens = column.lens
+        return Ragged(column.flat[:cut], lens[: len(self)]), Ragged(column.flat[cut:], lens[len(self) :])
 
     def __len__(self) -> int:
         return len(self.chosen)

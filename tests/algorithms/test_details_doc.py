@@ -1,4 +1,4 @@
-"""docs/ppo.md names a test for every detail that scripts/mutations.toml removes; every removal fits the code."""
+"""The docs name a test for every detail that scripts/mutations.toml removes; every removal fits the code."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ ROW = re.compile(r"^\| ([^|]+) \| `([^`|]+\.py)::(\w+)` \|$", re.MULTILINE)
 
 
 def documented() -> list[tuple[str, str, str]]:
-    """(detail, test file, test function) of every row."""
-    return ROW.findall((ROOT / "docs" / "ppo.md").read_text(encoding="utf-8"))
+    """(detail, test file, test function) of every row, page by page."""
+    pages = [(ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("ppo", "grpo", "dpo")]
+    return [row for page in pages for row in ROW.findall(page)]
 
 
 def functions(path: str) -> set[str]:

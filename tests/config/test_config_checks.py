@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tutelage.config import PPOConfig, SFTConfig, check_effect, check_sense, load_checked, load_recipe
+from tutelage.config import GRPOConfig, PPOConfig, SFTConfig, check_effect, check_sense, load_checked, load_recipe
 from tutelage.errors import ConfigError
 
 RECIPE = """\
@@ -113,3 +113,45 @@ def test_no_kl_and_no_held_out_data_warn() -> None:
     config = SFTConfig(model={"path": "m"}, data={"train": "t", "eval_fraction": 0})
     assert len(check_sense(config)) == 1
     assert "nothing is held out" in check_sense(config)[0]
+
+
+def grpo(**sections: Any) -> GRPOConfig:
+    return GRPOConfig(**{"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"model": "r"}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"rollout": {"samples_per_prompt": 1}}, "alone it would never be trained on"),
+        ({"kl": {"coef": 0, "budget": 3}}, "without a reference no KL is measured"),
+        ({"kl": {"estimator": "k1"}}, "the gradient of k1 is zero in expectation"),
+        ({"reward": {}}, "reward.model and reward.rules are both empty"),
+        ({"grpo": {"minibatches": 129}}, "is 128 responses, fewer than grpo.minibatches 129"),
+        ({"schedule": {"kind": "asynchronous", "ahead": 3}}, "schedule.ahead is 3 and schedule.max_staleness is 2"),
+    ],
+)
+def test_grpo_combinations_that_cannot_work(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_sense(grpo(**sections))
+    assert said in str(error.value)
+
+
+def test_grpo_has_defaults_of_its_paper_and_warns_without_kl() -> None:
+    assert check_sense(grpo()) == []
+    kl = grpo(kl={"coef": 0.1}).kl
+    assert (kl.placement, kl.estimator) == ("loss", "k3"), "also where another key of the section is given"
+    assert [w.split(":")[0] for w in check_sense(grpo(kl={"coef": 0}))] == ["kl.coef is 0"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["schedule.max_staleness=2"],
+        ["schedule.kind=one_step_off", "schedule.partial_tokens=9"],
+        ["off_policy.cap=3"],
+        ["off_policy.old_logprobs=rollout", "off_policy.correction=token_masked"],
+    ],
+)
+def test_schedule_keys_without_effect_are_refused(recipe: str, overrides: list[str]) -> None:
+    with pytest.raises(ConfigError, match="has no effect in this run"):
+        load_checked(recipe, overrides)

@@ -61,3 +61,33 @@ def test_the_resolved_config_reads_back_equal(tmp_path: Path) -> None:
     loaded, _ = load_checked("hh_ppo", [RAY, "cluster.pools={a: {devices: 4}, b: {}}", "cluster.runtime_env.pip=[x]"])
     (tmp_path / "config.yaml").write_text(dump_config(loaded.config))
     assert load_resolved(tmp_path / "config.yaml") == loaded.config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["cluster.place.actr=main"], "cluster.place.actr is not a role. Did you mean actor?"),
+        (["cluster.place.reward=mian"], "which is not a pool. Did you mean main? Pools: main"),
+        (["cluster.layout.actor.shard=2"], "the layout of actor has 2 ranks (shard 2), its pool main has 1 devices"),
+        (["cluster.restarts=1", "checkpoint.every=0"], "a lost group starts again from a checkpoint"),
+        (["rollout.engine=vllm", "rollout.vllm.mode=separate"], "rollout shares the actor's pool"),
+        (
+            ["rollout.engine=vllm", "cluster.pools={a: {}, b: {}}", "cluster.place.rollout=b"],
+            "puts rollout elsewhere than actor",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_key(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        cluster(RAY, *overrides)
+    assert said in str(error.value)
+
+
+def test_vllm_in_a_process_of_its_own_needs_ray() -> None:
+    with pytest.raises(ConfigError, match=r"set cluster\.transport=ray"):
+        cluster("rollout.engine=vllm", "rollout.vllm.mode=separate")
+
+
+def test_a_vllm_key_without_vllm_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"it needs that rollout\.engine is vllm"):
+        cluster("rollout.vllm.max_num_seqs=4")

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NAME = re.compile(r"[\"'`]((?:reward|kl|policy|value|rollout|time|eval|sft|rm|memory|data)/[a-z_]+)[\"'`]")
+NAME = re.compile(
+    r"[\"'`]((?:reward|kl|policy|value|rollout|time|eval|sft|rm|dpo|schedule|off_policy|memory|data)/[a-z_]+)[\"'`]"
+)
 ROW = re.compile(r"^\| (`[^|]+`) \| ([^|]*) \| ([^|]*) \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", re.MULTILINE)
 
 
@@ -32,7 +34,22 @@ def test_every_metric_named_in_the_source_is_documented() -> None:
 
 
 @pytest.mark.parametrize(
-    "prefix", ["reward", "kl", "policy", "value", "rollout", "sft", "rm", "eval", "time", "memory"]
+    "prefix",
+    [
+        "reward",
+        "kl",
+        "policy",
+        "value",
+        "rollout",
+        "sft",
+        "rm",
+        "dpo",
+        "schedule",
+        "off_policy",
+        "eval",
+        "time",
+        "memory",
+    ],
 )
 def test_every_family_is_there_and_every_row_has_a_meaning_and_a_unit(prefix: str) -> None:
     rows = {name: cells for name, cells in documented().items() if name.startswith(f"{prefix}/")}

@@ -41,14 +41,16 @@ def stop_after_step_2(folder):
 def test_a_resumed_ppo_run_repeats_the_rest_exactly(run, ppo_overrides, extra):
     result = run("ppo", *ppo_overrides, "checkpoint.every=2", *extra)
     metrics = lasting(result.folder)
-    weights = {r: load_file(result.folder / f"checkpoints/step_000004/{r}.safetensors") for r in ("actor", "critic")}
+    weights = {
+        r: load_file(result.folder / f"checkpoints/step_000004/{r}/rank_00000.safetensors") for r in ("actor", "critic")
+    }
     stop_after_step_2(result.folder)
     again = resume_run(result.folder, "plain")
     assert again.summary["steps"] == 4
     assert again.summary["after"] == result.summary["after"]
     assert lasting(result.folder) == metrics
     for role, before in weights.items():
-        after = load_file(result.folder / f"checkpoints/step_000004/{role}.safetensors")
+        after = load_file(result.folder / f"checkpoints/step_000004/{role}/rank_00000.safetensors")
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
     assert [e for e in read_events(result.folder) if e["kind"] == "resume"]

@@ -291,7 +291,7 @@ def test_an_interrupted_run_goes_on_to_its_end(killed: list[Any], workspace: Pat
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(workspace: Path) -> None:
     refused, resumed = script.damaged_checkpoint(workspace)
     assert refused.message.startswith(
-        "CheckpointError: runs/damaged/checkpoints/step_000004/actor.safetensors cannot be read"
+        "CheckpointError: runs/damaged/checkpoints/step_000004/actor/rank_00000.safetensors cannot be read"
     )
     assert "delete this checkpoint folder and resume from the one before it" in refused.message
     assert resumed.exit_code == 0

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tutelage.algorithms import ppo, reward_model, sft
+from tutelage.algorithms import dpo, grpo, ppo, reward_model, sft
 from tutelage.protocols import Algorithm
 
-ALGORITHMS: dict[str, Algorithm] = {"sft": sft, "reward_model": reward_model, "ppo": ppo}
+ALGORITHMS: dict[str, Algorithm] = {
+    "sft": sft,
+    "reward_model": reward_model,
+    "dpo": dpo,
+    "ppo": ppo,
+    "grpo": grpo,
+}

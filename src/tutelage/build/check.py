@@ -6,7 +6,9 @@ from pathlib import Path
 
 from tutelage.build.data import stage_data, training_source
 from tutelage.build.functions import load_gold, rule_sources, with_rule_paths
-from tutelage.config import AnyConfig, PPOConfig, RewardModelConfig
+from tutelage.build.layouts import require_layouts
+from tutelage.build.stages import build_stage
+from tutelage.config import AnyConfig, GRPOConfig, PPOConfig, RewardModelConfig
 from tutelage.config.loading import Loaded
 from tutelage.models.load import require_model, weights_size
 
@@ -20,6 +22,7 @@ def check_recipe(loaded: Loaded) -> list[str]:
         lines.append(f"{role}: {path}" + (f" ({size / 1e6:.1f} MB of weights)" if size else ""))
     data = stage_data(cfg)
     lines += [*data.prepared.preflight.lines(), *data.notes]
+    require_layouts(cfg, build_stage(cfg, data).names)
     _, steps = training_source(cfg, len(data.prepared.train))
     held_out = 0 if data.prepared.eval is None else len(data.prepared.eval)
     lines.append(f"train: {len(data.prepared.train)} rows, held out: {held_out}, steps: {steps}")
@@ -32,10 +35,10 @@ def check_recipe(loaded: Loaded) -> list[str]:
 def require_named(cfg: AnyConfig) -> dict[str, str]:
     """Role -> path of every model that a recipe names.  Raises ModelError, RewardError where a name leads nowhere."""
     models = {"model": cfg.model.path}
-    if isinstance(cfg, PPOConfig):
+    if isinstance(cfg, PPOConfig | GRPOConfig):
         if cfg.reward.model is not None:
             models["reward"] = cfg.reward.model
-        if cfg.critic.init not in ("auto", "reward", "policy"):
+        if isinstance(cfg, PPOConfig) and cfg.critic.init not in ("auto", "reward", "policy"):
             models["critic"] = cfg.critic.init
         rule_sources(cfg)
         load_gold(cfg)

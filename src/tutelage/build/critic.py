@@ -7,7 +7,7 @@ from tutelage.build.reward import load_reward_model
 from tutelage.engines.engine import ModelEngine
 from tutelage.errors import ModelError
 from tutelage.models.heads import ScalarModel
-from tutelage.models.load import load_scalar_model, value_from
+from tutelage.models.load import value_from
 
 
 def build_critic(kit: Kit) -> tuple[ModelEngine, str]:
@@ -19,13 +19,10 @@ def build_critic(kit: Kit) -> tuple[ModelEngine, str]:
 
 def starting_point(kit: Kit) -> tuple[ScalarModel, str]:
     cfg, wanted = kit.cfg, kit.cfg.critic.init
-    tokenizer = kit.template.tokenizer
     if wanted not in ("auto", "reward", "policy"):
-        settings = cfg.model.model_copy(update={"path": wanted})
-        model = load_scalar_model(settings, "value", "last", tokenizer, seed=cfg.seed, device=kit.device)
-        return model, f"critic starts from {wanted}"
-    reward = None if cfg.reward.model is None or wanted == "policy" else load_reward_model(kit)
-    obstacle = "there is no reward model" if reward is None else reward.critic_obstacle(tokenizer)
+        return _loaded(kit, wanted), f"critic starts from {wanted}"
+    reward = None if cfg.reward.model is None or wanted == "policy" else load_reward_model(kit, "critic")
+    obstacle = "there is no reward model" if reward is None else reward.critic_obstacle(kit.template.tokenizer)
     if obstacle is None and (cfg.reward.rules or cfg.reward.weight != 1):
         obstacle = "the reward is not the reward model's score alone, so its head would start on another scale"
     if wanted == "reward" and obstacle is not None:
@@ -35,7 +32,21 @@ def starting_point(kit: Kit) -> tuple[ScalarModel, str]:
         )
     if wanted != "policy" and obstacle is None:
         assert reward is not None
-        return value_from(reward, cfg.model, seed=cfg.seed), "critic starts from the reward model, head included"
+        return _from(kit, reward, cfg.reward.model), "critic starts from the reward model, head included"
     why = f" ({obstacle})" if wanted == "auto" else ""
-    policy = kit.policy if "actor" in kit.names else kit.frozen_policy()
-    return value_from(policy, cfg.model, seed=cfg.seed), f"critic starts from the policy with a new head{why}"
+    return _from(kit, None, cfg.model.path), f"critic starts from the policy with a new head{why}"
+
+
+def _from(kit: Kit, reward: ScalarModel | None, path: str) -> ScalarModel:
+    """A copy of what this process holds already; of weights that are spread over ranks, the same folder once more."""
+    if kit.sharding("critic") is not None:
+        return _loaded(kit, path)
+    if reward is not None:
+        return value_from(reward, kit.cfg.model, seed=kit.cfg.seed)
+    held = "actor" in kit.names and kit.sharding("actor") is None
+    return value_from(kit.policy if held else kit.frozen_policy("critic"), kit.cfg.model, seed=kit.cfg.seed)
+
+
+def _loaded(kit: Kit, path: str) -> ScalarModel:
+    settings = kit.cfg.model.model_copy(update={"path": path})
+    return kit.scalar_model("critic", settings, "value", pooling="last", tokenizer=kit.template.tokenizer)

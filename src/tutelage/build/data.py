@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig
 
-from tutelage.config import AnyConfig, PPOConfig, RewardModelConfig, SFTConfig
+from tutelage.config import AnyConfig, GRPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from tutelage.data.chat import ChatTemplate
 from tutelage.data.prepare import Prepared, prepare_demonstrations, prepare_pairs, prepare_prompts
 from tutelage.data.sampler import EpochSampler
@@ -78,12 +78,12 @@ def stage_data(cfg: AnyConfig) -> StageData:
     prepared: Prepared[Any]
     if isinstance(cfg, SFTConfig):
         prepared = prepare_demonstrations(cfg.data, template, cfg.sft.loss_on, cfg.seed, context=context)
-    elif isinstance(cfg, RewardModelConfig):
-        prepared = prepare_pairs(cfg.data, template, cfg.seed, context=context)
-    else:
+    elif isinstance(cfg, PPOConfig | GRPOConfig):
         prepared = prepare_prompts(
             cfg.data, template, cfg.seed, context=context, max_new_tokens=cfg.rollout.max_new_tokens
         )
+    else:
+        prepared = prepare_pairs(cfg.data, template, cfg.seed, context=context)
     return StageData(template, prepared, context, batch_notes(cfg, prepared))
 
 
@@ -95,18 +95,19 @@ def batch_notes(cfg: AnyConfig, prepared: Prepared[Any]) -> tuple[str, ...]:
             f"reward_model.use_margin is true, but no row of {cfg.data.train} has a margin",
             fix="add a margin column, name it in data.columns, or drop use_margin",
         )
-    if not isinstance(cfg, PPOConfig):
+    if not isinstance(cfg, PPOConfig | GRPOConfig):
         return ()
     size, wanted = min(cfg.rollout.prompts_per_step, rows), cfg.rollout.prompts_per_step
     responses = size * cfg.rollout.samples_per_prompt
-    if responses < cfg.ppo.minibatches:
+    minibatches = section(cfg).minibatches
+    if responses < minibatches:
         raise ConfigError(
-            f"a step has {responses} responses ({rows} prompts in {cfg.data.train}), fewer than ppo.minibatches "
-            f"{cfg.ppo.minibatches}",
-            fix="give more prompts, or lower ppo.minibatches",
+            f"a step has {responses} responses ({rows} prompts in {cfg.data.train}), fewer than "
+            f"{cfg.algorithm}.minibatches {minibatches}",
+            fix=f"give more prompts, or lower {cfg.algorithm}.minibatches",
         )
     longest = max(len(tokens) for tokens in prepared.train.tokens) + cfg.rollout.max_new_tokens
-    if longest > cfg.rollout.tokens_in_flight:
+    if cfg.rollout.engine == "inprocess" and longest > cfg.rollout.tokens_in_flight:
         raise ConfigError(
             f"the longest prompt and its response may take {longest} tokens, rollout.tokens_in_flight is "
             f"{cfg.rollout.tokens_in_flight}",
@@ -118,17 +119,22 @@ def batch_notes(cfg: AnyConfig, prepared: Prepared[Any]) -> tuple[str, ...]:
     return (f"{left_out} of {rows} prompts are left out of each pass, others each time",) if left_out else ()
 
 
+def section(cfg: AnyConfig) -> Any:
+    """The settings of the algorithm itself: the section of its name."""
+    return getattr(cfg, cfg.algorithm)
+
+
 def training_source(cfg: AnyConfig, items: int) -> tuple[EpochSampler, int]:
     """Batches of item indices, and the number of steps of the run.
 
-    PPO skips the last, smaller batch of a pass, so that every step has the batch the recipe names; where there are
-    fewer prompts than that, a pass is one batch of all of them.
+    Where prompts are answered, the last, smaller batch of a pass is skipped, so that every step has the batch the
+    recipe names; where there are fewer prompts than that, a pass is one batch of all of them.
     """
-    if isinstance(cfg, PPOConfig):
+    if isinstance(cfg, PPOConfig | GRPOConfig):
         size, epochs = min(cfg.rollout.prompts_per_step, items), cfg.epochs
         sampler = EpochSampler(items, size, epochs, cfg.seed, drop_last=True)
     else:
-        stage = cfg.sft if isinstance(cfg, SFTConfig) else cfg.reward_model
+        stage = section(cfg)
         sampler = EpochSampler(items, stage.batch_size, stage.epochs, cfg.seed)
     return sampler, min(sampler.steps, cfg.max_steps or sampler.steps)
 
@@ -136,7 +142,7 @@ def training_source(cfg: AnyConfig, items: int) -> tuple[EpochSampler, int]:
 def batch_maker(data: Any, cfg: AnyConfig) -> Any:
     """(indices, step) -> the batch of that step."""
     if isinstance(data, Prompts):
-        assert isinstance(cfg, PPOConfig)
+        assert isinstance(cfg, PPOConfig | GRPOConfig)
         samples = cfg.rollout.samples_per_prompt
 
         def prompts_of(index: Tensor, step: int) -> Prompts:

@@ -18,9 +18,13 @@ from tutelage.config import AnyConfig
 from tutelage.config.common import ModelConfig, OptimConfig
 from tutelage.data.chat import ChatTemplate
 from tutelage.engines.engine import ModelEngine
+from tutelage.engines.mesh import RankMeshes
+from tutelage.engines.ranks import Alone, MeshRanks, Ranks
 from tutelage.layout import Place
+from tutelage.models.heads import Kind, ScalarModel
 from tutelage.models.language_model import LanguageModel
-from tutelage.models.load import load_causal_lm
+from tutelage.models.load import load_causal_lm, load_scalar_model
+from tutelage.models.sharding import Sharding
 from tutelage.roles.learner import Exporting
 from tutelage.types import Sequences
 
@@ -60,14 +64,39 @@ class Kit:
         return load_template(self.cfg.model.path, self.cfg.model.chat_template)
 
     @cached_property
+    def meshes(self) -> RankMeshes:
+        return RankMeshes()
+
+    def ranks(self, role: str) -> Ranks:
+        """The ranks that hold a role's model together."""
+        layout = self.place.layout(role)
+        return Alone() if layout.size == 1 else MeshRanks(self.meshes.of(layout, self.device))
+
+    def sharding(self, role: str) -> Sharding | None:
+        """How a role's weights are spread over its ranks; None where every rank holds them all."""
+        ranks = self.ranks(role)
+        return ranks.sharding() if isinstance(ranks, MeshRanks) else None
+
+    @cached_property
     def policy(self) -> LanguageModel:
         """The policy that is trained; at the start the model folder's weights."""
-        return load_causal_lm(self.cfg.model, self.template.tokenizer, seed=self.cfg.seed, device=self.device)
+        return self._policy("actor", self.cfg.model, frozen=False)
 
-    def frozen_policy(self) -> LanguageModel:
-        """The policy as it was passed in, without the adapter of this run."""
+    def frozen_policy(self, role: str) -> LanguageModel:
+        """The policy as it was passed in, without the adapter of this run, on the ranks of a role."""
         settings = self.cfg.model.model_copy(update={"lora_rank": 0, "gradient_checkpointing": False})
-        return load_causal_lm(settings, self.template.tokenizer, seed=self.cfg.seed, device=self.device)
+        return self._policy(role, settings, frozen=True)
+
+    def _policy(self, role: str, settings: ModelConfig, *, frozen: bool) -> LanguageModel:
+        tokenizer, sharding = self.template.tokenizer, self.sharding(role)
+        return load_causal_lm(
+            settings, tokenizer, seed=self.cfg.seed, device=self.device, sharding=sharding, frozen=frozen
+        )
+
+    def scalar_model(self, role: str, settings: ModelConfig, kind: Kind, **more: Any) -> ScalarModel:
+        """A reward model or a critic on the ranks of a role."""
+        sharding = self.sharding(role)
+        return load_scalar_model(settings, kind, seed=self.cfg.seed, device=self.device, sharding=sharding, **more)
 
     @cached_property
     def policy_engine(self) -> ModelEngine:
@@ -77,12 +106,10 @@ class Kit:
 
     def engine(self, role: str, model: Any, optim: OptimConfig | None, **settings: Any) -> ModelEngine:
         """The engine of a role on its ranks; `optim` None: frozen."""
+        ranks = self.ranks(role)
         if optim is None:
-            return ModelEngine.frozen(model, self.cfg.optim)
-        return ModelEngine(model, optim, total_updates=self.facts.updates, **settings)
-
-    def scalar_settings(self, path: str) -> ModelConfig:
-        return ModelConfig(path=path, dtype=self.cfg.model.dtype)
+            return ModelEngine.frozen(model, self.cfg.optim, ranks=ranks)
+        return ModelEngine(model, optim, total_updates=self.facts.updates, ranks=ranks, **settings)
 
     def exporter(self) -> Exporting:
         """What a model folder needs besides the model: which template it was trained with."""

@@ -8,9 +8,10 @@ from typing import cast
 from tutelage.build.data import load_template
 from tutelage.build.functions import rule_sources
 from tutelage.build.kit import Kit
+from tutelage.config.common import ModelConfig
 from tutelage.data.chat import ChatTemplate
 from tutelage.models.heads import ScalarModel
-from tutelage.models.load import context_length, load_scalar_model
+from tutelage.models.load import context_length
 from tutelage.protocols import RewardSource
 from tutelage.rewards.mix import RewardMix
 from tutelage.rewards.model import RewardModelSource, RewardTemplate, same_tokenizer
@@ -39,19 +40,19 @@ def build_reward(kit: Kit) -> BuiltReward:
     return BuiltReward(RewardMix(sources, weights), notes)
 
 
-def load_reward_model(kit: Kit) -> ScalarModel:
-    """The reward model that the recipe names, as it was trained."""
+def load_reward_model(kit: Kit, role: str) -> ScalarModel:
+    """The reward model that the recipe names, as it was trained, on the ranks of a role."""
     path = kit.cfg.reward.model
     tokenizer = load_template(path, None).tokenizer
-    settings = kit.scalar_settings(path)
-    return load_scalar_model(settings, "reward", "auto", tokenizer, needs_head=True, device=kit.device)
+    settings = ModelConfig(path=path, dtype=kit.cfg.model.dtype)
+    return kit.scalar_model(role, settings, "reward", tokenizer=tokenizer, needs_head=True, frozen=True)
 
 
 def reward_model(kit: Kit) -> tuple[RewardModelSource, str]:
     """A frozen reward model: on the sampled tokens where tokenizer and template are the policy's, else on text."""
     path = kit.cfg.reward.model
     template = load_template(path, None)
-    engine = kit.engine("reward", load_reward_model(kit), None)
+    engine = kit.engine("reward", load_reward_model(kit, "reward"), None)
     shared = same_tokenizer(template.tokenizer, kit.template.tokenizer) and same_rendering(template, kit.template)
     source = RewardModelSource(
         engine.scores,

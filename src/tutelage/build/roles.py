@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tutelage.build.critic import build_critic
+from tutelage.build.generation import beside_actor, sender
 from tutelage.build.kit import Facts, Kit
 from tutelage.build.reward import build_reward
 from tutelage.config import RewardModelConfig
 from tutelage.engines.engine import ModelEngine
 from tutelage.layout import Built, Place
 from tutelage.models.features import FeatureCache
-from tutelage.models.load import load_scalar_model
 from tutelage.roles.actor import Actor
 from tutelage.roles.critic import Critic
 from tutelage.roles.learner import Exporting, Learner
 from tutelage.roles.reference import Reference
 from tutelage.roles.reward import Reward
-from tutelage.rollout.inprocess.engine import InProcessRollout
-from tutelage.rollout.sampling import SamplingParams
 from tutelage.runfolder import write_json
 
 RoleMaker = Callable[[Kit], Any]
@@ -36,6 +36,7 @@ class StageRoles:
     makers: dict[str, RoleMaker]
 
     def __call__(self, names: tuple[str, ...], place: Place) -> Built:
+        torch.manual_seed(self.facts.cfg.seed)
         kit = Kit(self.facts, names, place)
         roles = {name: self.makers[name](kit) for name in names}
         return Built(roles, tuple(kit.notes))
@@ -48,23 +49,9 @@ def learning_policy(kit: Kit) -> Learner:
 
 def actor(kit: Kit) -> Actor:
     """The policy trained on its own rollouts."""
-    cfg, engine = kit.cfg, kit.policy_engine
-    params = SamplingParams(
-        temperature=cfg.rollout.temperature, max_new_tokens=cfg.rollout.max_new_tokens, stop=tuple(cfg.rollout.stop)
-    )
-    progress = kit.place.progress
-    rollout = InProcessRollout(
-        kit.policy.model,
-        kit.template.tokenizer,
-        kit.template.eos_ids,
-        params,
-        seed=cfg.seed,
-        tokens_in_flight=cfg.rollout.tokens_in_flight,
-        progress=lambda done, total: progress("rollout", done, total),
-        forward_context=engine.forward_context,
-        response_prefix=kit.template.response_prefix,
-    )
-    return Actor(engine, rollout, cfg.rollout.temperature, kit.exporter())
+    engine, temperature = kit.policy_engine, kit.cfg.rollout.temperature
+    rollout, partial = beside_actor(kit, engine)
+    return Actor(engine, rollout, temperature, kit.exporter(), sender(kit), partial)
 
 
 def reference(kit: Kit) -> Reference:
@@ -77,7 +64,7 @@ def reference(kit: Kit) -> Reference:
         return Reference(kit.policy_engine, temperature, adapter=False)
     if beside:
         return Reference(kit.policy_engine.snapshot(), temperature, adapter=True)
-    return Reference(kit.engine("reference", kit.frozen_policy(), None), temperature, adapter=True)
+    return Reference(kit.engine("reference", kit.frozen_policy("reference"), None), temperature, adapter=True)
 
 
 def reward(kit: Kit) -> Reward:
@@ -97,14 +84,13 @@ def learning_reward(kit: Kit, features: FeatureCache | None = None) -> Learner:
     """The reward model under training.  features: pooled states of a frozen trunk that starts from the same weights."""
     cfg: RewardModelConfig = kit.cfg
     settings = cfg.reward_model
-    model = load_scalar_model(
+    model = kit.scalar_model(
+        "reward",
         cfg.model,
         "reward",
-        settings.pooling,
-        kit.template.tokenizer,
+        pooling=settings.pooling,
+        tokenizer=kit.template.tokenizer,
         keep_layers=settings.keep_layers,
-        seed=cfg.seed,
-        device=kit.device,
     )
     if settings.train_layers == 0:
         model.features = FeatureCache() if features is None else features

@@ -7,31 +7,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tutelage import runfolder
 from tutelage.algorithms import ALGORITHMS
 from tutelage.build.check import require_named
 from tutelage.build.data import StageData, batch_maker, stage_data, training_source
-from tutelage.build.device import device
 from tutelage.build.folds import cross_validate
 from tutelage.build.functions import with_rule_paths
+from tutelage.build.generation import connect, routed
+from tutelage.build.layouts import require_layouts
+from tutelage.build.preemption import on_sigterm
 from tutelage.build.stages import Stage, build_stage
+from tutelage.build.transport import make_transport, restart_lost
 from tutelage.checkpoints import Checkpoints
 from tutelage.config import AnyConfig, RewardModelConfig, dump_config, load_resolved
 from tutelage.config.checks import check_sense
 from tutelage.config.loading import Loaded
 from tutelage.controller import Controller
-from tutelage.errors import CheckpointError
-from tutelage.layout import Place
+from tutelage.errors import CheckpointError, ClusterError
 from tutelage.models.paths import local_path
 from tutelage.protocols import Transport
 from tutelage.reports.display import Display, make_display
 from tutelage.reports.html import write_report
 from tutelage.reports.metrics_log import MetricsLog, write_bytes
-from tutelage.schedules import Synchronous
+from tutelage.schedules import make_schedule
 from tutelage.trackers import make_trackers
-from tutelage.transport.local import LocalTransport
 from tutelage.transport.roleset import RoleSet
 
 
@@ -56,11 +55,13 @@ def run_recipe(loaded: Loaded, display: str = "auto") -> RunResult:
         return RunResult(folder, cross_validate(cfg, data, folder, display))
     stage = build_stage(cfg, data)
     stage.notes += check_sense(cfg)
+    require_layouts(cfg, stage.names)
     show = make_display(display, training_source(cfg, len(data.prepared.train))[1], cfg.name)
     transport = make_transport(cfg, show)
     try:
         handles = started(stage, transport)
         folder = start_folder(cfg, data)
+        transport.attach(folder)
         return finish(assemble(cfg, data, stage, folder, show, transport, handles))
     finally:
         transport.close()
@@ -88,6 +89,7 @@ def resume_run(folder: Path, display: str = "auto") -> RunResult:
     transport = make_transport(cfg, show)
     try:
         handles = started(stage, transport)
+        transport.attach(folder)
         first = Checkpoints.step_of(latest) + 1
         controller = assemble(cfg, data, stage, folder, show, transport, handles, first_step=first)
         controller.restore(latest, ALGORITHMS[cfg.algorithm].state_from)
@@ -96,17 +98,11 @@ def resume_run(folder: Path, display: str = "auto") -> RunResult:
         transport.close()
 
 
-def make_transport(cfg: AnyConfig, show: Display) -> Transport:
-    """Where the roles of this run live."""
-    return LocalTransport(Place(device=device(), progress=show.phase))
-
-
 def started(stage: Stage, transport: Transport) -> dict[str, Any]:
     """Handles of the stage's roles; what the builder noted is added to the stage's notes."""
-    torch.manual_seed(stage.builder.facts.cfg.seed)
     handles, notes = transport.start(stage.builder, stage.names)
     stage.notes = [*notes, *stage.notes]
-    return handles
+    return routed(stage.builder.facts.cfg, handles)
 
 
 def start_folder(cfg: AnyConfig, data: StageData) -> Path:
@@ -163,7 +159,7 @@ def assemble(
     return Controller(
         folder=folder,
         total_steps=total,
-        schedule=Synchronous(algorithm, transport, roles, cfg),
+        schedule=make_schedule(algorithm, transport, roles, cfg),
         transport=transport,
         roles=roles,
         learners=spec.learners,
@@ -178,11 +174,20 @@ def assemble(
         display=show,
         trackers=make_trackers(cfg.tracking, folder, cfg.name, cfg.model_dump(), first_step=first_step),
         finish=lambda: spec.finish(roles),
+        rebuild=lambda error: rebuild(error, cfg, transport, handles),
+        restarts=cfg.cluster.restarts,
         state=algorithm.initial_state(cfg),
     )
 
 
+def rebuild(error: ClusterError, cfg: AnyConfig, transport: Transport, handles: dict[str, Any]) -> None:
+    """Lost pools start again; where weights go over a wire of their own, it is opened again."""
+    restart_lost(transport, error)
+    connect(cfg, handles)
+
+
 def finish(controller: Controller) -> RunResult:
-    summary = controller.run()
+    with on_sigterm(controller.leave):
+        summary = controller.run()
     write_report(controller.folder)
     return RunResult(controller.folder, summary)

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 
 from tutelage.alarms import Alarms
+from tutelage.algorithms.dpo import DPOLoss
+from tutelage.algorithms.grpo import roles_needed
 from tutelage.algorithms.reward_model import PairLoss
 from tutelage.algorithms.sft import SFTLoss
 from tutelage.build import roles
-from tutelage.build.data import StageData, training_source
+from tutelage.build.data import StageData, section, training_source
 from tutelage.build.functions import load_gold
+from tutelage.build.generation import ROLLOUT, generates_elsewhere, generator
 from tutelage.build.kit import Facts
 from tutelage.build.roles import RoleMaker, StageRoles
 from tutelage.config import AnyConfig
@@ -71,7 +74,10 @@ def build_stage(cfg: AnyConfig, data: StageData) -> Stage:
     updates = total_updates(cfg, data)
     facts = Facts(cfg, updates, spec.centring(cfg, data))
     names = spec.used(cfg) if spec.used else tuple(spec.makers)
-    return Stage(spec, StageRoles(facts, spec.makers), names, warmup_notes(cfg, updates))
+    makers = dict(spec.makers)
+    if hasattr(cfg, "rollout") and generates_elsewhere(cfg):
+        names, makers[ROLLOUT] = (*names, ROLLOUT), generator
+    return Stage(spec, StageRoles(facts, makers), names, warmup_notes(cfg, updates))
 
 
 def total_updates(cfg: AnyConfig, data: StageData) -> int:
@@ -98,6 +104,18 @@ def held_out_loss(role: str, loss: Callable[[Any], Any]) -> EvaluatorOf:
     return evaluator
 
 
+def held_out_pairs(cfg: Any, data: StageData, handles: Any, folder: Path) -> Evaluator | None:
+    """DPO's loss on held-out pairs; the reference, which never changes, is asked once."""
+    if data.prepared.eval is None:
+        return None
+
+    def with_reference(pairs: Any) -> Any:
+        return pairs.adding(ref_logp=handles.reference.logprobs(pairs).gather())
+
+    rows = cfg.evaluation.max_rows
+    return HeldOutLoss(handles.actor, data.prepared.eval, DPOLoss.of(cfg), rows, with_reference)
+
+
 def held_out_answers(cfg: Any, data: StageData, handles: Any, folder: Path) -> Evaluator | None:
     """Answers to held-out prompts, by proxy and gold."""
     if data.prepared.eval is None:
@@ -121,6 +139,11 @@ def inputs_cut(handles: Any) -> Mapping[str, Any]:
     return {"reward_inputs_cut": dict(total) or None}
 
 
+def several_updates(cfg: Any) -> int:
+    """Optimiser updates of a step that learns from one batch in several passes and parts."""
+    return section(cfg).epochs * section(cfg).minibatches
+
+
 STAGES: dict[str, StageSpec] = {
     "sft": StageSpec(
         makers={"actor": roles.learning_policy},
@@ -142,8 +165,22 @@ STAGES: dict[str, StageSpec] = {
         },
         learners=("actor", "critic"),
         evaluator=held_out_answers,
-        updates=lambda cfg: cfg.ppo.epochs * cfg.ppo.minibatches,
+        updates=several_updates,
         alarms=Alarms,
         finish=inputs_cut,
+    ),
+    "grpo": StageSpec(
+        makers={"actor": roles.actor, "reference": roles.reference, "reward": roles.reward},
+        learners=("actor",),
+        used=roles_needed,
+        evaluator=held_out_answers,
+        updates=several_updates,
+        alarms=Alarms,
+        finish=inputs_cut,
+    ),
+    "dpo": StageSpec(
+        makers={"actor": roles.learning_policy, "reference": roles.reference},
+        learners=("actor",),
+        evaluator=held_out_pairs,
     ),
 }

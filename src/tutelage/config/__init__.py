@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from tutelage.config.checks import check_effect, check_sense
+from tutelage.config.dpo import DPOConfig
+from tutelage.config.grpo import GRPOConfig
 from tutelage.config.loading import (
     Loaded,
     Source,
@@ -21,6 +23,8 @@ from tutelage.config.stages import SCHEMAS, AnyConfig
 __all__ = [
     "SCHEMAS",
     "AnyConfig",
+    "DPOConfig",
+    "GRPOConfig",
     "Loaded",
     "PPOConfig",
     "RewardModelConfig",

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tutelage.config import describe
+from tutelage.config.cluster_checks import cluster_problems
+from tutelage.config.grpo import GRPOConfig
 from tutelage.config.ppo import PPOConfig
 from tutelage.config.reward_model import RewardModelConfig
 from tutelage.errors import ConfigError
@@ -40,6 +42,15 @@ def check_sense(config: AnyConfig, sources: Mapping[str, object] | None = None) 
             f"data.eval_fraction is 0{_at('data.eval_fraction', where)} and data.eval is not given: nothing is held "
             "out, so the run cannot show whether it generalises"
         )
+    if isinstance(config, PPOConfig | GRPOConfig):
+        _policy_problems(config, where, problems)
+    if isinstance(config, GRPOConfig):
+        _grpo_problems(config, where, problems)
+        if config.kl.coef == 0:
+            warnings.append(
+                f"kl.coef is 0{_at('kl.coef', where)}: nothing holds the policy near its start, no reference is built, "
+                "and no KL is reported; follow the gold score, the proxy alone will look good while quality falls"
+            )
     if isinstance(config, PPOConfig):
         _ppo_problems(config, where, problems)
         if config.kl.coef == 0:
@@ -59,6 +70,7 @@ def check_sense(config: AnyConfig, sources: Mapping[str, object] | None = None) 
                 f"reward_model.folds is {config.reward_model.folds}{_at('reward_model.folds', where)}: the run reports "
                 "accuracy over all pairs and keeps no model; evaluation.*, checkpoint.* and tracking do not apply"
             )
+    problems += cluster_problems(config, where)
     _refuse(problems, "")
     return warnings
 
@@ -69,6 +81,28 @@ def _ppo_problems(config: PPOConfig, where: Mapping[str, object], problems: list
             f"ppo.vf_coef is 0{_at('ppo.vf_coef', where)}: the critic would never learn and its advantages would stay "
             "noise; give it a weight above 0"
         )
+    if config.critic.init == "reward" and config.reward.model is None:
+        problems.append(
+            f"critic.init is reward{_at('critic.init', where)} but reward.model is not given; use auto or policy"
+        )
+
+
+def _grpo_problems(config: GRPOConfig, where: Mapping[str, object], problems: list[str]) -> None:
+    samples = config.rollout.samples_per_prompt
+    if samples < 2:
+        problems.append(
+            f"rollout.samples_per_prompt is {samples}{_at('rollout.samples_per_prompt', where)}: a response is judged "
+            "against the others to its prompt, and alone it would never be trained on; use at least 2, better 8"
+        )
+    if config.kl.coef == 0 and config.kl.budget is not None:
+        problems.append(
+            f"kl.budget is {config.kl.budget:g}{_at('kl.budget', where)} and kl.coef is 0{_at('kl.coef', where)}: "
+            "without a reference no KL is measured; give kl.coef a value above 0, or remove the budget"
+        )
+
+
+def _policy_problems(config: PPOConfig | GRPOConfig, where: Mapping[str, object], problems: list[str]) -> None:
+    """Of every algorithm that learns from its own rollouts."""
     if config.kl.placement == "loss" and config.kl.estimator == "k1":
         problems.append(
             f"kl.placement is loss{_at('kl.placement', where)} and kl.estimator is k1{_at('kl.estimator', where)}: the "
@@ -87,17 +121,30 @@ def _ppo_problems(config: PPOConfig, where: Mapping[str, object], problems: list
         )
     _reward_problems(config, where, problems)
     _horizon_problem(config, where, problems)
+    _schedule_problem(config, where, problems)
+    section = config.algorithm
+    minibatches = config.ppo.minibatches if isinstance(config, PPOConfig) else config.grpo.minibatches
     batch = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-    if batch < config.ppo.minibatches:
+    if batch < minibatches:
         problems.append(
             f"rollout.prompts_per_step {config.rollout.prompts_per_step}{_at('rollout.prompts_per_step', where)} x "
             f"rollout.samples_per_prompt {config.rollout.samples_per_prompt}"
-            f"{_at('rollout.samples_per_prompt', where)} is {batch} responses, fewer than ppo.minibatches "
-            f"{config.ppo.minibatches}{_at('ppo.minibatches', where)}: a mini-batch would be empty"
+            f"{_at('rollout.samples_per_prompt', where)} is {batch} responses, fewer than {section}.minibatches "
+            f"{minibatches}{_at(f'{section}.minibatches', where)}: a mini-batch would be empty"
         )
 
 
-def _horizon_problem(config: PPOConfig, where: Mapping[str, object], problems: list[str]) -> None:
+def _schedule_problem(config: PPOConfig | GRPOConfig, where: Mapping[str, object], problems: list[str]) -> None:
+    ahead, limit = config.schedule.ahead, config.schedule.max_staleness
+    if config.schedule.kind == "asynchronous" and ahead is not None and ahead > limit:
+        problems.append(
+            f"schedule.ahead is {ahead}{_at('schedule.ahead', where)} and schedule.max_staleness is {limit}"
+            f"{_at('schedule.max_staleness', where)}: rollouts begun that early would be too old when they are learned "
+            "from; lower ahead or raise max_staleness"
+        )
+
+
+def _horizon_problem(config: PPOConfig | GRPOConfig, where: Mapping[str, object], problems: list[str]) -> None:
     """One step may change an adaptive coefficient by at most 20 % x sequences / horizon, which must stay under 1."""
     sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     if config.kl.controller == "adaptive" and config.kl.horizon <= 0.2 * sequences:
@@ -107,7 +154,7 @@ def _horizon_problem(config: PPOConfig, where: Mapping[str, object], problems: l
         )
 
 
-def _reward_problems(config: PPOConfig, where: Mapping[str, object], problems: list[str]) -> None:
+def _reward_problems(config: PPOConfig | GRPOConfig, where: Mapping[str, object], problems: list[str]) -> None:
     weights = [rule.weight for rule in config.reward.rules]
     if config.reward.model is not None:
         weights.append(config.reward.weight)
@@ -115,10 +162,6 @@ def _reward_problems(config: PPOConfig, where: Mapping[str, object], problems: l
         problems.append("nothing is rewarded: reward.model and reward.rules are both empty; give at least one of them")
     elif not any(weights):
         problems.append("nothing is rewarded: every weight under reward is 0")
-    if config.critic.init == "reward" and config.reward.model is None:
-        problems.append(
-            f"critic.init is reward{_at('critic.init', where)} but reward.model is not given; use auto or policy"
-        )
 
 
 def _at(name: str, where: Mapping[str, object]) -> str:

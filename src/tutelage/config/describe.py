@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -99,8 +99,6 @@ def _bounds(info: FieldInfo) -> str:
 
 
 def _key(name: str, info: FieldInfo) -> Key:
-    extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
-    condition = extra.get("only_if")
     return Key(
         name=name,
         meaning=info.description or "",
@@ -108,18 +106,35 @@ def _key(name: str, info: FieldInfo) -> Key:
         default=None if info.is_required() else info.get_default(call_default_factory=True, validated_data={}),
         required=info.is_required(),
         bounds=_bounds(info),
-        condition=condition if isinstance(condition, OnlyIf) else None,
+        condition=_condition(info),
         annotation=info.annotation,
     )
 
 
+def _condition(info: FieldInfo) -> OnlyIf | None:
+    extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+    condition = extra.get("only_if")
+    return condition if isinstance(condition, OnlyIf) else None
+
+
+def _both(first: OnlyIf | None, second: OnlyIf | None) -> OnlyIf | None:
+    if first is None or second is None:
+        return first or second
+    return OnlyIf(f"{first.text} and {second.text}", lambda c: first.holds(c) and second.holds(c))
+
+
 def walk(schema: type[Schema], prefix: str = "") -> Iterator[Key]:
-    """Every setting below a schema, in the order of the schema; sections themselves are not settings."""
+    """Every setting below a schema, in the order of the schema; sections themselves are not settings.
+
+    What a section needs, each of its settings needs.
+    """
     for field, info in schema.model_fields.items():
         name = f"{prefix}{field}"
         section = section_of(info.annotation)
         if section:
-            yield from walk(section, f"{name}.")
+            needed = _condition(info)
+            for key in walk(section, f"{name}."):
+                yield replace(key, condition=_both(needed, key.condition))
             continue
         yield _key(name, info)
         entry = entry_of(info.annotation)

@@ -26,7 +26,7 @@ class HeldOutAnswers:
     """Samples one answer per held-out prompt and compares it with the answer before training.
 
     Quality is the gold score where there is one; else the proxy less kl_coef times the sequence KL, which a policy
-    cannot raise by leaving the reference alone.
+    cannot raise by leaving the reference alone; without a reference, the proxy.
     """
 
     def __init__(self, roles: Any, prompts: Prompts, gold: Gold | None, folder: Path, kl_coef: float) -> None:
@@ -47,15 +47,15 @@ class HeldOutAnswers:
         rollout = self.answered()
         rows = self.rows(rollout, phase)
         write_samples(self.folder, phase if phase != "step" else f"step_{step:06d}", rows)
-        mask_BT = rollout.sequences.trained.padded()
-        kl_BT = kl_k1(rollout.column("old_logp").padded(), rollout.column("ref_logp").padded())
         scores = {"proxy": [row["proxy"] for row in rows]}
         if self.gold is not None:
             scores["gold"] = [row["gold"] for row in rows]
         if phase == "before":
             self.before = scores
         metrics = {f"eval/{name}_mean": sum(values) / len(values) for name, values in scores.items()}
-        metrics["eval/kl_sequence"] = float(sequence_kl(kl_BT, mask_BT))
+        if rollout.ref_logp is not None:
+            kl_BT = kl_k1(rollout.column("old_logp").padded(), rollout.column("ref_logp").padded())
+            metrics["eval/kl_sequence"] = float(sequence_kl(kl_BT, rollout.sequences.trained.padded()))
         metrics["eval/length_mean"] = float(rollout.sequences.response_lens.double().mean())
         metrics["eval/truncated_fraction"] = float((~rollout.finished).double().mean())
         return self.judged(metrics, scores)
@@ -69,22 +69,23 @@ class HeldOutAnswers:
                 details[f"{name}_change"] = interval(*paired_interval(values, self.before[name]))
         if self.gold is not None:
             return Evaluation(metrics, metrics["eval/gold_mean"], "eval/gold_mean", details)
+        if self.kl_coef == 0 or "eval/kl_sequence" not in metrics:
+            return Evaluation(metrics, metrics["eval/proxy_mean"], "eval/proxy_mean", details)
         quality = metrics["eval/proxy_mean"] - self.kl_coef * metrics["eval/kl_sequence"]
         return Evaluation(metrics, quality, f"eval/proxy_mean - {self.kl_coef:g} * eval/kl_sequence", details)
 
     def answered(self) -> Rollout:
         roles = self.roles
         rollout = roles.actor.generate(self.prompts)
-        return rollout.adding(
-            old_logp=roles.actor.logprobs(rollout),
-            ref_logp=roles.reference.logprobs(rollout),
-            score=roles.reward.score(rollout),
-        ).gather()
+        found = rollout.adding(old_logp=roles.actor.logprobs(rollout), score=roles.reward.score(rollout))
+        if "reference" in roles:
+            found = found.adding(ref_logp=roles.reference.logprobs(rollout))
+        return found.gather()
 
     def rows(self, rollout: Rollout, phase: str) -> list[dict[str, Any]]:
         """One sample a row, as the report reads them."""
         assert rollout.score is not None
-        ref_rows = rollout.column("ref_logp").rows()
+        ref_rows = rollout.ref_logp.rows() if rollout.ref_logp is not None else None
         return [
             {
                 "id": rollout.prompt_ids[i],
@@ -95,7 +96,7 @@ class HeldOutAnswers:
                 "gold": self.gold_of(rollout, i),
                 "length": int(rollout.sequences.response_lens[i]),
                 "finished": bool(rollout.finished[i]),
-                "ref_logp_per_token": float(ref_rows[i].mean()) if len(ref_rows[i]) else None,
+                "ref_logp_per_token": float(ref_rows[i].mean()) if ref_rows is not None and len(ref_rows[i]) else None,
             }
             for i in range(len(rollout))
         ]

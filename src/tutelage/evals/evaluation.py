@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,12 +37,18 @@ class Evaluator(Protocol):
 
 
 class HeldOutLoss:
-    """The training loss on held-out items; quality is accuracy where the loss reports one, else minus the loss."""
+    """The training loss on held-out items; quality is accuracy where the loss reports one, else minus the loss.
 
-    def __init__(self, role: Any, batch: Any, loss: Loss, max_rows: int) -> None:
+    complete  adds what the loss reads besides the data, such as the reference's logprobs: once, before the first use.
+    """
+
+    def __init__(
+        self, role: Any, batch: Any, loss: Loss, max_rows: int, complete: Callable[[Any], Any] | None = None
+    ) -> None:
         self.role = role
         self.batch = batch.select(torch.arange(min(len(batch), max_rows)))
         self.loss = loss
+        self.complete = complete
 
     def state(self) -> dict[str, Any]:
         """Nothing: every evaluation stands alone."""
@@ -52,6 +58,8 @@ class HeldOutLoss:
         pass
 
     def evaluate(self, phase: str, step: int) -> Evaluation:
+        if self.complete is not None:
+            self.batch, self.complete = self.complete(self.batch), None
         stats = self.role.evaluate(self.batch, self.loss).gather()
         metrics = {f"eval/{name}": stat.mean for name, stat in stats.items()}
         if "eval/accuracy" in metrics:

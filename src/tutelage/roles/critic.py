@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tutelage.layout import Dispatch
 from tutelage.protocols import Engine, Loss
@@ -26,11 +25,16 @@ class Critic:
     def step(self, batch: Rollout, loss: Loss) -> Stats:
         return self.engine.step(batch, loss)
 
-    def state(self) -> dict[str, Any]:
-        return self.engine.state()
+    def save_state(self, folder: Path) -> None:
+        """Weights, moments and updates, for `load_state` on any number of ranks."""
+        self.engine.save_state(folder)
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.engine.load_state(state)
+    def load_state(self, folder: Path) -> None:
+        self.engine.load_state(folder)
+
+    def checkpoint_bytes(self) -> int:
+        """What `save_state` and `save_pretrained` write together, at most."""
+        return self.engine.checkpoint_bytes()
 
     def save_pretrained(self, folder: Path) -> None:
         self.engine.save_pretrained(folder)

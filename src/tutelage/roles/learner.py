@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -40,11 +40,16 @@ class Learner:
         """(B,) for a reward model under training."""
         return self.engine.scores(sequences)
 
-    def state(self) -> dict[str, Any]:
-        return self.engine.state()
+    def save_state(self, folder: Path) -> None:
+        """Weights, moments and updates, for `load_state` on any number of ranks."""
+        self.engine.save_state(folder)
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.engine.load_state(state)
+    def load_state(self, folder: Path) -> None:
+        self.engine.load_state(folder)
+
+    def checkpoint_bytes(self) -> int:
+        """What `save_state` and `save_pretrained` write together, at most."""
+        return self.engine.checkpoint_bytes()
 
     def save_pretrained(self, folder: Path) -> None:
         """A Hugging Face folder, and what the build adds to it."""

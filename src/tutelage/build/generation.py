@@ -1,0 +1,134 @@
+"""What generates: the training weights themselves, or vLLM; beside the actor, or in a pool of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from tutelage.build.kit import Kit
+from tutelage.engines.engine import ModelEngine
+from tutelage.models.language_model import LanguageModel
+from tutelage.roles.actor import Sender
+from tutelage.roles.generator import Generator
+from tutelage.rollout.inprocess.engine import InProcessRollout
+from tutelage.rollout.inprocess.partial import InProcessPartial
+from tutelage.rollout.inprocess.receiving import ReceivingInProcess
+from tutelage.rollout.sampling import SamplingParams
+from tutelage.transport.routed import RoutedActor
+
+ROLLOUT = "rollout"
+
+
+def generates_elsewhere(cfg: Any) -> bool:
+    """Whether a role of its own generates, in other processes than the actor's."""
+    if cfg.rollout.engine == "vllm" and cfg.rollout.vllm.mode != "colocated":
+        return True
+    cluster = cfg.cluster
+    return cluster.transport == "ray" and cluster.pool_of(ROLLOUT) != cluster.pool_of("actor")
+
+
+def beside_actor(kit: Kit, engine: ModelEngine) -> tuple[Any, Any]:
+    """The rollout engine in the actor's processes, whole and partial, or None twice where another role generates."""
+    if generates_elsewhere(kit.cfg):
+        return None, None
+    if kit.cfg.rollout.engine == "inprocess":
+        rollout = in_process(kit, kit.policy, engine)
+        return rollout, InProcessPartial(rollout)
+    turns = vllm(kit, engine.named_weights)
+    return turns, turns
+
+
+def generator(kit: Kit) -> Generator:
+    """The role that generates elsewhere; it starts from the policy's folder."""
+    rank = kit.place.layout(ROLLOUT).part(kit.place.rank)
+    if kit.cfg.rollout.engine == "inprocess":
+        policy = kit.frozen_policy(ROLLOUT)
+        engine = kit.engine(ROLLOUT, policy, None)
+        rollout = in_process(kit, policy, engine)
+        return Generator(ReceivingInProcess(rollout, policy.model), rank, 0, InProcessPartial(rollout))
+    turns = vllm(kit, None)
+    return Generator(turns, rank, kit.cfg.rollout.vllm.tensor_parallel, turns)
+
+
+def sender(kit: Kit) -> Callable[[int], Sender] | None:
+    """The sending side of publications to vLLM engines elsewhere, on one rank."""
+    cfg = kit.cfg
+    if kit.place.rank != 0 or cfg.rollout.engine != "vllm" or not generates_elsewhere(cfg):
+        return None
+    from tutelage.rollout.vllm.publication import WeightSender
+
+    settings, cuda = cfg.rollout.vllm, kit.device.startswith("cuda")
+    kind = settings.transfer if settings.transfer != "auto" else ("nccl" if cuda else "gloo")
+
+    def make(members: int) -> Sender:
+        made: Sender = WeightSender(
+            members,
+            host=kit.place.address,
+            backend=kind,
+            device=kit.device if kind == "nccl" else "cpu",
+            bucket_bytes=settings.bucket_bytes,
+            timeout=settings.transfer_timeout,
+        )
+        return made
+
+    return make
+
+
+def routed(cfg: Any, handles: dict[str, Any]) -> dict[str, Any]:
+    """Handles in which the actor's generation and publication go where generation is."""
+    if ROLLOUT not in handles:
+        return handles
+    found = {**handles, "actor": RoutedActor(handles["actor"], handles[ROLLOUT], wire=cfg.rollout.engine == "vllm")}
+    connect(cfg, found)
+    return found
+
+
+def connect(cfg: Any, handles: dict[str, Any]) -> None:
+    """Open the way that weights take to engines elsewhere, where they take one of their own."""
+    if isinstance(actor := handles.get("actor"), RoutedActor):
+        actor.connect(cfg.cluster.layout_of(ROLLOUT).data if cfg.cluster.transport == "ray" else 1)
+
+
+def sampling(cfg: Any) -> SamplingParams:
+    return SamplingParams(
+        temperature=cfg.rollout.temperature, max_new_tokens=cfg.rollout.max_new_tokens, stop=tuple(cfg.rollout.stop)
+    )
+
+
+def in_process(kit: Kit, policy: LanguageModel, engine: ModelEngine) -> InProcessRollout:
+    progress = kit.place.progress
+    return InProcessRollout(
+        policy.model,
+        kit.template.tokenizer,
+        kit.template.eos_ids,
+        sampling(kit.cfg),
+        seed=kit.cfg.seed,
+        tokens_in_flight=kit.cfg.rollout.tokens_in_flight,
+        progress=lambda done, total: progress("rollout", done, total),
+        forward_context=engine.forward_context,
+        response_prefix=kit.template.response_prefix,
+    )
+
+
+def vllm(kit: Kit, source: Callable[[], Iterator[tuple[str, Tensor]]] | None) -> Any:
+    """vLLM in this process; source: whole weights of the policy, where it is trained beside."""
+    from tutelage.rollout.vllm.engine import VLLMRollout, VLLMSpec
+    from tutelage.rollout.vllm.turns import TakingTurns
+
+    cfg, progress = kit.cfg, kit.place.progress
+    spec = VLLMSpec(
+        model=cfg.model.path,
+        tokenizer=kit.template.tokenizer,
+        eos_ids=tuple(kit.template.eos_ids),
+        params=sampling(cfg),
+        config=cfg.rollout.vllm,
+        seed=cfg.seed,
+        response_prefix=kit.template.response_prefix,
+        dtype=cfg.model.dtype,
+        device=kit.device,
+        lora_rank=cfg.model.lora_rank,
+    )
+    rollout = VLLMRollout(spec, progress=lambda done, total: progress("rollout", done, total), source=source)
+    return TakingTurns(rollout, cfg.rollout.vllm.sleep_level)

@@ -1,0 +1,96 @@
+"""Whether the cluster section can work: names, sizes, and what an arrangement of ranks does not go together with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from tutelage.config.grpo import GRPOConfig
+from tutelage.config.ppo import PPOConfig
+from tutelage.config.reward_model import RewardModelConfig
+from tutelage.errors import closest
+from tutelage.layout import Layout
+
+if TYPE_CHECKING:
+    from tutelage.config.stages import AnyConfig
+
+ROLES = ("actor", "critic", "reference", "reward", "rollout")
+DEFAULT = "default"
+
+
+def cluster_problems(config: AnyConfig, where: Mapping[str, object]) -> list[str]:
+    """One sentence for each problem, with the key, its value and the fix; none where everything runs in one process."""
+    cluster = config.cluster
+    problems = _rollout_problems(config, where)
+    if cluster.transport != "ray":
+        return problems
+    for role, pool in cluster.place.items():
+        if role not in ROLES:
+            problems.append(f"cluster.place.{role} is not a role.{closest(role, ROLES)} Roles: {', '.join(ROLES)}")
+        if pool not in cluster.pools:
+            problems.append(
+                f"cluster.place.{role} is {pool!r}{_at(f'cluster.place.{role}', where)}, which is not a pool."
+                f"{closest(pool, cluster.pools)} Pools: {', '.join(cluster.pools)}"
+            )
+    for role in cluster.layout:
+        if role not in (*ROLES, DEFAULT):
+            known = (*ROLES, DEFAULT)
+            problems.append(f"cluster.layout.{role} is not a role.{closest(role, known)} Known: {', '.join(known)}")
+    if problems:
+        return problems
+    for role in ROLES:
+        pool = cluster.pool_of(role)
+        layout, devices = cluster.layout_of(role), cluster.pools[pool].devices
+        if layout.size != devices and _asked(config, role):
+            problems.append(
+                f"the layout of {role} has {layout.size} ranks ({layout}), its pool {pool} has {devices} devices: make "
+                "them equal, or leave cluster.layout replicate out, which fills the pool"
+            )
+    if cluster.restarts and not config.checkpoint.every:
+        problems.append(
+            f"cluster.restarts is {cluster.restarts}{_at('cluster.restarts', where)} and checkpoint.every is 0: a lost "
+            "group starts again from a checkpoint; set checkpoint.every"
+        )
+    if isinstance(config, RewardModelConfig):
+        problems += _reward_model_problems(config, cluster.layout_of("reward"), where)
+    return problems
+
+
+def _rollout_problems(config: AnyConfig, where: Mapping[str, object]) -> list[str]:
+    if not isinstance(config, PPOConfig | GRPOConfig) or config.rollout.engine != "vllm":
+        return []
+    mode, cluster = config.rollout.vllm.mode, config.cluster
+    said = f"rollout.vllm.mode is {mode}{_at('rollout.vllm.mode', where)}"
+    if mode == "colocated":
+        if cluster.transport == "ray" and cluster.pool_of("rollout") != cluster.pool_of("actor"):
+            return [f"{said}, and cluster.place puts rollout elsewhere than actor; use mode separate, or one pool"]
+        return []
+    if cluster.transport != "ray":
+        return [f"{said}, which needs a process of its own: set cluster.transport=ray and give rollout a pool"]
+    if cluster.pool_of("rollout") == cluster.pool_of("actor"):
+        return [f"{said}, and rollout shares the actor's pool: add a pool and set cluster.place.rollout to it"]
+    return []
+
+
+def _asked(config: AnyConfig, role: str) -> bool:
+    return role in config.cluster.layout or DEFAULT in config.cluster.layout
+
+
+def _reward_model_problems(config: RewardModelConfig, layout: Layout, where: Mapping[str, object]) -> list[str]:
+    problems = []
+    settings = config.reward_model
+    if settings.folds > 1:
+        problems.append(
+            f"reward_model.folds is {settings.folds}{_at('reward_model.folds', where)} and cluster.transport is ray: "
+            "cross-validation runs in one process; use cluster.transport=local"
+        )
+    if settings.train_layers == 0 and layout.size > layout.replicate:
+        problems.append(
+            f"reward_model.train_layers is 0{_at('reward_model.train_layers', where)} and the layout of reward cuts "
+            f"the model ({layout}): hidden states of a frozen trunk are remembered on replicas only"
+        )
+    return problems
+
+
+def _at(name: str, where: Mapping[str, object]) -> str:
+    return f" ({where[name]})" if name in where else ""

@@ -1,0 +1,51 @@
+"""Schema of the `schedule` and `off_policy` sections: when to generate and learn, and what corrects for the delay."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tutelage.config.schema import OnlyIf, Schema, setting
+
+ASYNCHRONOUS = OnlyIf("schedule.kind is asynchronous", lambda c: c.schedule.kind == "asynchronous")
+TRAINERS_OLD = OnlyIf("off_policy.old_logprobs is trainer", lambda c: c.off_policy.old_logprobs == "trainer")
+CORRECTED = OnlyIf("off_policy.correction is not none", lambda c: c.off_policy.correction != "none")
+
+
+class ScheduleConfig(Schema):
+    kind: Literal["synchronous", "one_step_off", "asynchronous"] = setting(
+        "synchronous",
+        "synchronous: generate, learn, publish; one_step_off: generate the next batch while learning on this one; "
+        "asynchronous: generation runs ahead up to max_staleness.",
+    )
+    max_staleness: int = setting(
+        2, "Weight versions by which a rollout may be older than the policy it trains.", ge=1, only_if=ASYNCHRONOUS
+    )
+    ahead: int | None = setting(
+        None,
+        "Batches begun ahead, at most max_staleness; fewer let long responses be overtaken. Default: max_staleness, "
+        "with partial_tokens one less.",
+        ge=1,
+        only_if=ASYNCHRONOUS,
+    )
+    partial_tokens: int | None = setting(
+        None,
+        "Cut a generation call after this many sampled tokens, of all responses together, and carry unfinished ones "
+        "over to the next weights; default: every response is finished in one call.",
+        ge=1,
+        only_if=ASYNCHRONOUS,
+    )
+
+
+class OffPolicyConfig(Schema):
+    old_logprobs: Literal["trainer", "rollout"] = setting(
+        "trainer",
+        "Which logprobs the ratio of the loss starts from: trainer: the weights before this step's updates (decoupled "
+        "PPO); rollout: the sampler's own.",
+    )
+    correction: Literal["none", "token_truncated", "sequence_truncated", "token_masked", "sequence_masked"] = setting(
+        "none",
+        "Importance weight trainer / sampler on the policy loss, of each token or of the whole sequence; above the cap "
+        "it is cut to the cap (truncated) or to 0 (masked).",
+        only_if=TRAINERS_OLD,
+    )
+    cap: float = setting(2.0, "Largest importance weight.", ge=1, only_if=CORRECTED)
