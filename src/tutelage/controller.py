@@ -28,6 +28,8 @@ from tutelage.types import Stats
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 GENERATION = ("generate", "generate_partial")
+PUBLICATION = (("publish",), ("send_weights", "receive"), ("whole_weights",), ("load_weights",))
+"""Calls that publish weights; those in one entry run at the same time."""
 SCHEDULE = "schedule"
 
 
@@ -201,11 +203,14 @@ class Controller:
                 busy = sum(spent_s for (name, _), spent_s in spent.items() if name == role)
                 if busy > 0:
                     out[f"time/tokens_per_s/{role}"] = tokens / busy
-        generation = [spent["actor", method] for method in GENERATION if ("actor", method) in spent]
+        generation = [took for (_, method), took in spent.items() if method in GENERATION]
         if generation:
             out["time/rollout_s"] = sum(generation)
-        if ("actor", "publish") in spent:
-            out["time/sync_s"] = spent["actor", "publish"]
+        moved = [[took for (_, method), took in spent.items() if method in together] for together in PUBLICATION]
+        if any(moved):
+            out["time/sync_s"] = sum(max(took) for took in moved if took)
+        for pool, busy in self.transport.take_busy().items():
+            out[f"time/bubble/{pool}"] = max(0.0, 1.0 - busy / seconds)
         return out
 
     def record(self, metrics: Mapping[str, float]) -> None:
@@ -226,6 +231,7 @@ class Controller:
             raise
         self.display.phase("evaluation", 1, 1)
         self.transport.take_seconds()
+        self.transport.take_busy()
         if phase != "step":
             self.evaluations[phase] = {**found.metrics, **found.details}
         if phase != "before":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tutelage.build.data import stage_data, training_source
 from tutelage.build.functions import load_gold, rule_sources, with_rule_paths
-from tutelage.build.layouts import require_layouts
+from tutelage.build.ready import require_extras, require_ready
 from tutelage.build.stages import build_stage
 from tutelage.config import AnyConfig, GRPOConfig, PPOConfig, RewardModelConfig
 from tutelage.config.loading import Loaded
@@ -16,13 +16,14 @@ from tutelage.models.load import require_model, weights_size
 def check_recipe(loaded: Loaded) -> list[str]:
     """Lines that say what was found.  Raises TutelageError for what would stop the run."""
     cfg = with_rule_paths(loaded.config, loaded.recipe_path)
+    require_extras(cfg)
     lines = []
     for role, path in require_named(cfg).items():
         size = weights_size(path)
         lines.append(f"{role}: {path}" + (f" ({size / 1e6:.1f} MB of weights)" if size else ""))
     data = stage_data(cfg)
     lines += [*data.prepared.preflight.lines(), *data.notes]
-    require_layouts(cfg, build_stage(cfg, data).names)
+    require_ready(cfg, data, build_stage(cfg, data).names)
     _, steps = training_source(cfg, len(data.prepared.train))
     held_out = 0 if data.prepared.eval is None else len(data.prepared.eval)
     lines.append(f"train: {len(data.prepared.train)} rows, held out: {held_out}, steps: {steps}")

@@ -10,6 +10,7 @@ from torch import Tensor
 from tutelage.build.kit import Kit
 from tutelage.engines.engine import ModelEngine
 from tutelage.models.language_model import LanguageModel
+from tutelage.models.load import context_length
 from tutelage.roles.actor import Sender
 from tutelage.roles.generator import Generator
 from tutelage.rollout.inprocess.engine import InProcessRollout
@@ -118,12 +119,17 @@ def vllm(kit: Kit, source: Callable[[], Iterator[tuple[str, Tensor]]] | None) ->
     from tutelage.rollout.vllm.turns import TakingTurns
 
     cfg, progress = kit.cfg, kit.place.progress
+    settings = cfg.rollout.vllm
+    if settings.max_model_len is None:
+        longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+        context = context_length(cfg.model.path)
+        settings = settings.model_copy(update={"max_model_len": longest if context is None else min(longest, context)})
     spec = VLLMSpec(
         model=cfg.model.path,
         tokenizer=kit.template.tokenizer,
         eos_ids=tuple(kit.template.eos_ids),
         params=sampling(cfg),
-        config=cfg.rollout.vllm,
+        config=settings,
         seed=cfg.seed,
         response_prefix=kit.template.response_prefix,
         dtype=cfg.model.dtype,
@@ -131,4 +137,4 @@ def vllm(kit: Kit, source: Callable[[], Iterator[tuple[str, Tensor]]] | None) ->
         lora_rank=cfg.model.lora_rank,
     )
     rollout = VLLMRollout(spec, progress=lambda done, total: progress("rollout", done, total), source=source)
-    return TakingTurns(rollout, cfg.rollout.vllm.sleep_level)
+    return TakingTurns(rollout, settings.sleep_level)

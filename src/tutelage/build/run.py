@@ -14,8 +14,8 @@ from tutelage.build.data import StageData, batch_maker, stage_data, training_sou
 from tutelage.build.folds import cross_validate
 from tutelage.build.functions import with_rule_paths
 from tutelage.build.generation import connect, routed
-from tutelage.build.layouts import require_layouts
 from tutelage.build.preemption import on_sigterm
+from tutelage.build.ready import require_extras, require_ready
 from tutelage.build.stages import Stage, build_stage
 from tutelage.build.transport import make_transport, restart_lost
 from tutelage.checkpoints import Checkpoints
@@ -48,6 +48,7 @@ class RunResult:
 def run_recipe(loaded: Loaded, display: str = "auto") -> RunResult:
     """Train what the recipe says.  Raises TutelageError for anything the user can mend."""
     cfg = with_rule_paths(loaded.config, loaded.recipe_path)
+    require_extras(cfg)
     require_named(cfg)
     data = stage_data(cfg)
     if isinstance(cfg, RewardModelConfig) and cfg.reward_model.folds > 1:
@@ -55,7 +56,7 @@ def run_recipe(loaded: Loaded, display: str = "auto") -> RunResult:
         return RunResult(folder, cross_validate(cfg, data, folder, display))
     stage = build_stage(cfg, data)
     stage.notes += check_sense(cfg)
-    require_layouts(cfg, stage.names)
+    require_ready(cfg, data, stage.names)
     show = make_display(display, training_source(cfg, len(data.prepared.train))[1], cfg.name)
     transport = make_transport(cfg, show)
     try:
@@ -82,9 +83,11 @@ def resume_run(folder: Path, display: str = "auto") -> RunResult:
             f"{folder} has no complete checkpoint to resume from",
             fix=f"start again with `tutelage run {folder / 'config.yaml'}`, and set checkpoint.every for next time",
         )
+    require_extras(cfg)
     data = stage_data(cfg)
     require_same_lineage(folder, cfg, data)
     stage = build_stage(cfg, data)
+    require_ready(cfg, data, stage.names)
     show = make_display(display, training_source(cfg, len(data.prepared.train))[1], cfg.name)
     transport = make_transport(cfg, show)
     try:

@@ -1,0 +1,103 @@
+"""Whether what a recipe asks for can be started: told before a weight is loaded or a process is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tutelage.build.data import StageData
+from tutelage.build.device import device
+from tutelage.build.generation import ROLLOUT, sampling
+from tutelage.build.layouts import require_layouts
+from tutelage.config import AnyConfig, GRPOConfig, PPOConfig
+from tutelage.config.vllm import VLLMConfig
+from tutelage.errors import ConfigError, ModelError
+from tutelage.evals.answers import first_prompts
+from tutelage.models.load import load_config
+from tutelage.models.paths import base_of_adapter
+
+PACKAGES = frozenset({"pip", "uv", "conda", "image_uri", "container"})
+"""Keys of a runtime environment that may bring packages which are not installed here."""
+
+
+def require_extras(cfg: AnyConfig) -> None:
+    """Raises MissingExtraError for Ray or vLLM that is not installed here, where it is needed here."""
+    if cfg.cluster.transport == "ray":
+        from tutelage.transport.ray import require_installed
+
+        require_installed()
+    if _serves(cfg) and runs_here(cfg) and not PACKAGES & cfg.cluster.runtime_env.keys():
+        from tutelage.rollout.vllm.checks import require_vllm
+
+        require_vllm()
+
+
+def require_ready(cfg: AnyConfig, data: StageData, roles: tuple[str, ...]) -> None:
+    """Raises ModelError, ConfigError or RolloutError for what the roles would refuse when they are built."""
+    require_embeddings(cfg, data)
+    require_layouts(cfg, roles)
+    if _serves(cfg):
+        require_engine(cfg, data)
+
+
+def require_embeddings(cfg: AnyConfig, data: StageData) -> None:
+    """The tokenizer of the model folder against the embeddings that its configuration names.
+
+    An adapter may bring embeddings of its own and is left to the loading.
+    """
+    path, tokens = cfg.model.path, len(data.template.tokenizer)
+    embeddings = None if base_of_adapter(path) else getattr(load_config(path), "vocab_size", None)
+    if embeddings is not None and tokens > embeddings:
+        raise ModelError(
+            f"the tokenizer of {path} has {tokens} tokens, the model {embeddings} embeddings",
+            fix="use the tokenizer that the model was trained with",
+        )
+
+
+def require_engine(cfg: Any, data: StageData) -> None:
+    """What vLLM does not serve: the model, the sampling, a context that is too small, a port that is taken."""
+    from tutelage.rollout.vllm.checks import require_free_port, require_sampling, require_servable
+
+    settings: VLLMConfig = cfg.rollout.vllm
+    require_servable(load_config(cfg.model.path), settings, engine_device(cfg))
+    require_sampling(sampling(cfg))
+    require_context(cfg, data)
+    if settings.port and runs_here(cfg):
+        require_free_port(settings.port)
+
+
+def require_context(cfg: Any, data: StageData) -> None:
+    """Every prompt and its response must fit into rollout.vllm.max_model_len."""
+    limit = cfg.rollout.vllm.max_model_len
+    if limit is None:
+        return
+    asked = list(data.prepared.train.tokens)
+    if data.prepared.eval is not None:
+        asked += first_prompts(data.prepared.eval, cfg.evaluation.prompts).tokens
+    longest = max(len(tokens) for tokens in asked)
+    needed = longest + cfg.rollout.max_new_tokens
+    if needed > limit:
+        raise ConfigError(
+            f"rollout.vllm.max_model_len is {limit}; the longest prompt has {longest} tokens, and with "
+            f"rollout.max_new_tokens {cfg.rollout.max_new_tokens} that is {needed}",
+            fix=f"raise rollout.vllm.max_model_len to at least {needed}, or lower rollout.max_new_tokens or "
+            "data.max_prompt_tokens",
+        )
+
+
+def engine_device(cfg: Any) -> str:
+    """Where rollouts are generated, as far as it is known here; cuda where another machine decides."""
+    if cfg.cluster.transport == "local":
+        return device()
+    kind = cfg.cluster.pools[cfg.cluster.pool_of(ROLLOUT)].kind
+    if kind != "auto":
+        return "cuda" if kind == "gpu" else "cpu"
+    return device() if runs_here(cfg) else "cuda"
+
+
+def runs_here(cfg: AnyConfig) -> bool:
+    """Whether all roles run on this machine."""
+    return cfg.cluster.transport == "local" or cfg.cluster.address is None
+
+
+def _serves(cfg: AnyConfig) -> bool:
+    return isinstance(cfg, PPOConfig | GRPOConfig) and cfg.rollout.engine == "vllm"
