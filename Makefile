@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev vllm demo test test-slow lint format types layers ci bench lock clean
+.PHONY: help install dev vllm demo test test-slow test-vllm test-gpu lint format types layers ci bench lock clean
 
 help:  ## This list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,10 +23,16 @@ demo: install  ## The three stages on the bundled task; ends in a report.
 	$(BIN)/tutelage demo
 
 test: dev  ## The tests, without the slow ones and those that need shared data.
-	$(PYTEST) -m "not slow and not shared"
+	$(PYTEST) -m "not slow and not shared and not vllm and not gpu"
 
 test-slow: dev  ## The slow tests and those on real data and models (skipped where these are absent).
-	$(PYTEST) -rs -m "slow or shared" || [ $$? -eq 5 ]  # 5: nothing carries these markers
+	$(PYTEST) -rs -m "(slow or shared) and not vllm" || [ $$? -eq 5 ]  # 5: nothing carries these markers
+
+test-vllm: vllm  ## The tests of the vllm rollouts, one engine at a time.
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -rs -m vllm
+
+test-gpu: dev  ## What needs an accelerator; skipped without one.
+	$(BIN)/python -m pytest -rs tests/gpu
 
 lint: dev  ## ruff: rules and format.
 	$(BIN)/ruff check .
@@ -42,7 +48,7 @@ types: dev  ## mypy.
 layers: dev  ## Which layer may import which.
 	$(BIN)/lint-imports
 
-ci: test lint types layers test-slow  ## Everything.
+ci: test lint types layers test-slow test-vllm  ## Everything.
 
 bench: dev  ## Tokens/s, memory and share of the measured matrix-multiply rate of each stage.
 	$(BIN)/python benchmarks/stages.py

@@ -48,6 +48,8 @@ from tutelage.reports.metrics_log import read_metrics
 
 COMMAND = (sys.executable, "-c", "from tutelage.cli import main; main()")
 WAIT_S = 300
+WRITTEN_FIRST = ("config.yaml", "lineage.json", "preflight.json", "metrics.jsonl", "events.jsonl")
+"""Files of a run folder that are there before its checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -287,18 +289,23 @@ def checkpoints(folder: Path) -> list[str]:
 
 
 def full_disk(root: Path, room: float) -> list[Outcome]:
-    """A run whose third checkpoint no longer fits: the disk holds two and `room` of another. Then room is made.
+    """A run whose third checkpoint no longer fits: the disk holds two and `room` of the third's tensors. It grows then.
 
-    Space is asked for before writing: with little room the checkpoint is refused before a byte is written, with more
-    it fails half-way.
+    Space for the tensors is asked for before writing: with less room the checkpoint is refused before a byte is
+    written; with a little more it fails half-way, for there are headers, a tokenizer and whole pages besides.
     """
     measured = call(root, ("run", "sft.yaml", "name=measured", "checkpoint.every=1", "checkpoint.keep=9"))
     assert measured.exit_code == 0, measured.message
-    sizes = [used(path) for path in sorted((root / "runs" / "measured" / "checkpoints").glob("step_*"))]
-    shutil.rmtree(root / "runs" / "measured")
+    made = root / "runs" / "measured"
+    before = [path for path in made.iterdir() if path.name in WRITTEN_FIRST]
+    two = [made / "checkpoints" / step for step in checkpoints(made)[:2]]
+    held = sum(used(path) for path in (*before, *two))
+    shards = (load_file(path) for path in two[1].rglob("*.safetensors"))
+    tensors = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    shutil.rmtree(made)
     args = ("run", "sft.yaml", "output_dir=disk", "name=full", "checkpoint.every=1", "checkpoint.keep=9")
     folder = root / "disk" / "full"
-    with small_disk(root / "disk", sum(sizes[:2]) + int(room * sizes[2])) as grow:
+    with small_disk(root / "disk", held + int(room * tensors)) as grow:
         failed = call(root, args)
         failed.facts += [
             f"the disk: {grow.kind}",
@@ -317,9 +324,10 @@ def hidden(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob(".*"))
 
 
-def used(folder: Path) -> int:
-    """Bytes of a folder on a disk with pages of 4 KiB."""
-    return sum(-(-path.stat().st_size // 4096) * 4096 for path in folder.rglob("*") if path.is_file())
+def used(path: Path) -> int:
+    """Bytes of a file or a folder on a disk with pages of 4 KiB."""
+    files = [path] if path.is_file() else [inner for inner in path.rglob("*") if inner.is_file()]
+    return sum(-(-file.stat().st_size // 4096) * 4096 for file in files)
 
 
 @dataclass
@@ -353,7 +361,7 @@ def small_disk(folder: Path, size: int) -> Iterator[Growing]:
 @contextlib.contextmanager
 def simulated_disk() -> Iterator[Growing]:
     """The trainer state of the third checkpoint raises ENOSPC, until room is made."""
-    from tutelage import checkpoints as module
+    from tutelage.engines import saved as module
 
     write, full = module.save_file, [True]
 
@@ -368,7 +376,7 @@ def simulated_disk() -> Iterator[Growing]:
 
 SEQUENCES: dict[str, tuple[str, Callable[[Path], list[Outcome]]]] = {
     "full_disk": ("A full disk at checkpoint time", lambda root: full_disk(root, 0.3)),
-    "full_disk_half_way": ("A disk that fills while a checkpoint is written", lambda root: full_disk(root, 0.85)),
+    "full_disk_half_way": ("A disk that fills while a checkpoint is written", lambda root: full_disk(root, 1.06)),
     "killed": ("An interrupted run (kill -9), changed data, and going on", killed_run),
     "damaged": ("A damaged checkpoint", damaged_checkpoint),
 }

@@ -16,8 +16,9 @@ from torch import Tensor
 from tutelage.alarms import Alarms
 from tutelage.checkpoints import Checkpoints, load_plain, save_plain
 from tutelage.engines.state import flatten
-from tutelage.errors import ClusterError, PreemptedError, TutelageError
+from tutelage.errors import CheckpointError, ClusterError, PreemptedError, TutelageError
 from tutelage.evals.evaluation import Evaluation, Evaluator
+from tutelage.mirror import Mirror
 from tutelage.protocols import BatchSource, Tracker, Transport
 from tutelage.reports.display import Display
 from tutelage.reports.metrics_log import MetricsLog
@@ -68,7 +69,8 @@ class Controller:
     word after the last update (such as centring a reward model), its result goes into the summary.
 
     done: steps that are learned.  drawn: batches taken from the source, which a schedule may do ahead.
-    rebuild: starts lost pools again, their roles as at the start of the run; restarts: how often that may happen.
+    rebuild: starts lost pools again, their roles as at the start of the run, and says where; restarts: how often that
+    may happen.
     """
 
     folder: Path
@@ -88,7 +90,8 @@ class Controller:
     display: Display
     trackers: Sequence[Tracker]
     finish: Callable[[], Mapping[str, Any]] | None = None
-    rebuild: Callable[[ClusterError], None] | None = None
+    mirror: Mirror | None = None
+    rebuild: Callable[[ClusterError], str] | None = None
     restarts: int = 0
     done: int = 0
     drawn: int = 0
@@ -146,10 +149,14 @@ class Controller:
                 raise
             self.restarts -= 1
             said = f"{error.what}; pool {error.pool} starts again, the run goes on from {latest.name}"
-            self.log.event(self.done, "restart", said)
             self.display.event("restart", said)
-            self.rebuild(error)
+            try:
+                where = self.rebuild(error)
+            except TutelageError as failed:
+                failed.add_note(f"while pool {error.pool} was started again after this: {error.what}")
+                raise
             self.restore(latest, self.schedule.algorithm.state_from)
+            self.log.event(self.done, "restart", f"{said}; {where}")  # after `restore`, which drops later events
             self.batches = iter(self.source)
             return True
 
@@ -255,6 +262,16 @@ class Controller:
         }
         path = self.checkpoints.save(self.done, self.stateful(), state)
         self.display.event("checkpoint", str(path))
+        if self.mirror is not None:
+            self.copy_out(self.mirror)
+
+    def copy_out(self, mirror: Mirror) -> None:
+        """Bring the copy up to date.  The run does not end because a store does not answer; it says so."""
+        try:
+            mirror.push(self.folder)
+        except CheckpointError as error:
+            self.log.event(self.done, "mirror", str(error))
+            self.display.event("mirror", str(error))
 
     def restore(self, path: Path, state_from: Callable[[Mapping[str, Any]], Any]) -> None:
         """Continue from a checkpoint: later metrics are dropped, they will be taken again."""

@@ -43,8 +43,8 @@ class Build(ModuleType):
         self.then(folder)
         return Result(folder)
 
-    def resume_run(self, folder: Path, display: str) -> Result:
-        self.calls.append(("resume", folder, {"display": display}))
+    def resume_run(self, folder: Path, display: str, overrides: list[str]) -> Result:
+        self.calls.append(("resume", folder, {"display": display, "overrides": overrides}))
         self.then(folder)
         return Result(folder)
 

@@ -122,7 +122,9 @@ def test_resume_goes_on_with_a_run_folder(
     new_run(folder / "runs" / "first")
     result = tutelage("resume", "runs/first", "--json")
     assert json.loads(result.stdout)["folder"] == "runs/first"
-    assert build.calls == [("resume", Path("runs/first"), {"display": "json"})]
+    assert build.calls == [("resume", Path("runs/first"), {"display": "json", "overrides": []})]
+    assert tutelage("resume", "runs/first", "cluster.address=auto", "cluster.restarts=1").exit_code == 0
+    assert build.calls[1][2]["overrides"] == ["cluster.address=auto", "cluster.restarts=1"]
 
 
 @pytest.mark.parametrize("command", [["resume"], ["report"], ["export"]])
@@ -190,7 +192,7 @@ def test_demo_passes_folder_seed_and_display(tutelage: Cli, folder: Path, monkey
 def test_the_commands_fit_the_functions_they_call() -> None:
     build = importlib.import_module("tutelage.build")
     inspect.signature(build.run_recipe).bind(object(), display="plain")
-    inspect.signature(build.resume_run).bind(Path(), display="plain")
+    inspect.signature(build.resume_run).bind(Path(), display="plain", overrides=[])
     inspect.signature(build.check_recipe).bind(object())
     inspect.signature(build.chat_engine).bind("model")
     assert {"folder", "summary"} <= set(build.RunResult.__annotations__)

@@ -12,6 +12,7 @@ from tutelage.errors import ConfigError
 from tutelage.layout import Layout
 
 RAY = "cluster.transport=ray"
+SERVER = ("rollout.engine=vllm", "rollout.vllm.mode=server", "cluster.place.rollout=b")
 
 
 def cluster(*overrides: str) -> ClusterConfig:
@@ -57,6 +58,28 @@ def test_an_unknown_key_of_an_entry_is_refused(override: str) -> None:
         cluster(RAY, override)
 
 
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("cluster.pools.main.devces=4", "cluster.pools.main.devices"),
+        ("cluster.pools={Big: {devces: 4}}", "cluster.pools.Big.devices"),
+        ("cluster.layout.actor.tensr=2", "cluster.layout.actor.tensor"),
+        ("cluster.pols.main.devices=4", "cluster.pools.main.devices"),
+        ("cluster.transprt=ray", "cluster.transport"),
+    ],
+)
+def test_a_misspelt_key_of_an_entry_is_corrected_under_its_name(override: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        cluster(RAY, override)
+    assert str(error.value).endswith(f"Did you mean {meant}?")
+
+
+def test_a_key_like_no_other_is_not_corrected_to_the_mapping_it_is_in() -> None:
+    with pytest.raises(ConfigError) as error:
+        cluster(RAY, "cluster.pools.main.xyz=1")
+    assert "Did you mean" not in str(error.value)
+
+
 def test_the_resolved_config_reads_back_equal(tmp_path: Path) -> None:
     loaded, _ = load_checked("hh_ppo", [RAY, "cluster.pools={a: {devices: 4}, b: {}}", "cluster.runtime_env.pip=[x]"])
     (tmp_path / "config.yaml").write_text(dump_config(loaded.config))
@@ -74,6 +97,14 @@ def test_the_resolved_config_reads_back_equal(tmp_path: Path) -> None:
         (
             ["rollout.engine=vllm", "cluster.pools={a: {}, b: {}}", "cluster.place.rollout=b"],
             "puts rollout elsewhere than actor",
+        ),
+        (
+            [*SERVER, "rollout.vllm.port=8000", "cluster.pools={a: {}, b: {devices: 2}}"],
+            "rollout.vllm.port is 8000 (override rollout.vllm.port=8000) and pool b has 2 devices",
+        ),
+        (
+            [*SERVER, "rollout.vllm.url='http://h:1'", "cluster.pools={a: {}, b: {devices: 2}}"],
+            "rollout.vllm.url is http://h:1 (override rollout.vllm.url='http://h:1') and pool b has 2 devices",
         ),
     ],
 )

@@ -56,7 +56,10 @@ def one_process(tiny_llama_folder):
     return run
 
 
-@pytest.mark.parametrize("layout", ["replicate 2", "shard 2", "shard 4", "hsdp 2x2"])
+@pytest.mark.parametrize(
+    "layout",
+    ["shard 2", "hsdp 2x2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("replicate 2", "shard 4"))],
+)
 def test_gradients_and_two_updates_equal_one_process(layout, one_process, tiny_llama_folder):
     world = ranks_kit.LAYOUTS[layout].size
     ours = run_ranks(all_cases, world, tiny_llama_folder, layout, None, {"tokens_per_micro_batch": 20})
@@ -65,7 +68,7 @@ def test_gradients_and_two_updates_equal_one_process(layout, one_process, tiny_l
         assert ours[0][case]["stats"][0]["micro_batches"].mean >= world, "several micro-batches"
 
 
-@pytest.mark.parametrize("layout", ["replicate 2", "hsdp 2x2"])
+@pytest.mark.parametrize("layout", ["replicate 2", pytest.param("hsdp 2x2", marks=pytest.mark.slow)])
 def test_lora_on_ranks_equals_one_process(layout, one_process, tiny_llama_folder):
     settings = {"lora_rank": 2}
     world = ranks_kit.LAYOUTS[layout].size
@@ -94,7 +97,9 @@ def few_items(rank: int, world: int, folder: Path, layout: str, counts: tuple[in
     return found
 
 
-@pytest.mark.parametrize(("layout", "counts"), [("shard 4", (3, 5)), ("replicate 2", (1, 3))])
+@pytest.mark.parametrize(
+    ("layout", "counts"), [("replicate 2", (1, 3)), pytest.param("shard 4", (3, 5), marks=pytest.mark.slow)]
+)
 def test_fewer_items_than_ranks_and_uneven_numbers_of_micro_batches(layout, counts, tiny_llama_folder):
     world = ranks_kit.LAYOUTS[layout].size
     for one in run_ranks(few_items, world, tiny_llama_folder, layout, counts):
@@ -118,7 +123,7 @@ def in_bfloat16(rank: int, world: int, folder: Path, layout: str) -> dict:
 
 
 @pytest.mark.filterwarnings("ignore:this processor has no bfloat16")
-@pytest.mark.parametrize("layout", ["replicate 2", "shard 2"])
+@pytest.mark.parametrize("layout", ["shard 2", pytest.param("replicate 2", marks=pytest.mark.slow)])
 def test_bfloat16_computes_and_float32_remembers(layout, one_process, tiny_llama_folder):
     exact = one_process("tokens")
     for one in run_ranks(in_bfloat16, 2, tiny_llama_folder, layout):
@@ -165,7 +170,14 @@ def refusals(rank: int, world: int, folder: Path, layout: str, sum_once: bool) -
     return {"texts": texts, "same": all(torch.equal(before[n], after[n]) for n in before), "updates": engine.updates}
 
 
-@pytest.mark.parametrize(("layout", "sum_once"), [("shard 2", True), ("shard 2", False), ("replicate 2", False)])
+@pytest.mark.parametrize(
+    ("layout", "sum_once"),
+    [
+        ("shard 2", False),
+        pytest.param("shard 2", True, marks=pytest.mark.slow),
+        pytest.param("replicate 2", False, marks=pytest.mark.slow),
+    ],
+)
 def test_an_error_of_one_rank_is_raised_on_all_before_a_weight_moves(layout, sum_once, tiny_llama_folder):
     found = run_ranks(refusals, 2, tiny_llama_folder, layout, sum_once)
     for one in found:
@@ -202,7 +214,7 @@ def inference(rank: int, world: int, folder: Path, layout: str) -> dict:
     }
 
 
-@pytest.mark.parametrize("layout", ["shard 2", "hsdp 2x2"])
+@pytest.mark.parametrize("layout", ["shard 2", pytest.param("hsdp 2x2", marks=pytest.mark.slow)])
 def test_inference_of_uneven_rows_with_the_adapter_on_and_off(layout, tiny_llama_folder):
     engine = ranks_kit.policy(tiny_llama_folder, None, {"lora_rank": 2})
     engine.step(kit.batch(), kit.TokenLoss())

@@ -38,8 +38,17 @@ def load_and_go_on(rank: int, world: int, folder: Path, layout: str | None, sett
     return found
 
 
-@pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}], ids=["full", "lora"])
-def test_a_state_moves_between_one_two_and_four_ranks(settings, tiny_llama_folder, tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "layouts"),
+    [
+        pytest.param({}, (None, "hsdp 2x2"), id="full"),
+        *(
+            pytest.param(settings, (None, *ranks_kit.LAYOUTS), id=f"{name} to every layout", marks=pytest.mark.slow)
+            for name, settings in (("full", {}), ("lora", {"lora_rank": 2}))
+        ),
+    ],
+)
+def test_a_state_moves_between_one_two_and_four_ranks(settings, layouts, tiny_llama_folder, tmp_path):
     single, pair = tmp_path / "single", tmp_path / "pair"
     expected = save_after_two(0, 1, tiny_llama_folder, None, settings, single)
     assert run_ranks(save_after_two, 2, tiny_llama_folder, "shard 2", settings, pair) == pytest.approx(
@@ -51,7 +60,7 @@ def test_a_state_moves_between_one_two_and_four_ranks(settings, tiny_llama_folde
     whole = sum(t.numel() for t in load_file(single / "rank_00000.safetensors").values())
     assert sum(sizes) == whole, "every number once"
     assert max(sizes) < 0.6 * whole
-    for layout in (None, "shard 2", "replicate 2", "shard 4", "hsdp 2x2"):
+    for layout in layouts:
         args = (tiny_llama_folder, layout, settings, [single, pair])
         world = ranks_kit.LAYOUTS[layout].size if layout else 1
         for one in run_ranks(load_and_go_on, world, *args) if layout else [load_and_go_on(0, 1, *args)]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import engine_kit as kit
 import pytest
@@ -12,12 +13,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from spmd_kit import run_ranks
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM
 
 from tutelage.errors import ModelError
 from tutelage.layout import Layout
 from tutelage.models.load import load_causal_lm, load_scalar_model
-from tutelage.models.sharding import whole
+from tutelage.models.sharding import Sharding, whole
 
 SHARD = Layout(shard=2)
 
@@ -37,37 +38,66 @@ def held(model) -> dict:
     }
 
 
-def load_all(rank: int, world: int, folders: dict[str, Path]) -> dict:
+def load(kind: str, folder: Path, sharding: Sharding | None, **settings: int) -> Any:
+    cfg = kit.ModelConfig(path=str(folder), **settings)
+    if kind == "policy":
+        return load_causal_lm(cfg, sharding=sharding, seed=3)
+    keep = 1 if kind == "cut" else None
+    return load_scalar_model(cfg, "reward", sharding=sharding, seed=3, keep_layers=keep)
+
+
+def load_all(rank: int, world: int, folder: Path, kinds: tuple[str, ...]) -> dict:
     sharding = ranks_kit.mesh_ranks(SHARD).sharding()
-    found = {}
-    for name, folder in folders.items():
-        for settings in ({}, {"lora_rank": 2}):
-            cfg = kit.ModelConfig(path=str(folder), **settings)
-            if name != "bert":
-                found[name, "policy", *settings] = held(load_causal_lm(cfg, sharding=sharding, seed=3))
-            found[name, "reward", *settings] = held(load_scalar_model(cfg, "reward", sharding=sharding, seed=3))
-    cfg = kit.ModelConfig(path=str(folders["llama"]))
-    found["cut"] = held(load_scalar_model(cfg, "reward", sharding=sharding, seed=3, keep_layers=1))
-    return found
+    return {
+        (kind, lora): held(load(kind, folder, sharding, lora_rank=lora))
+        for kind in kinds
+        for lora in ((0, 2) if kind != "cut" else (0,))
+    }
+
+
+@pytest.fixture(scope="module")
+def tiny_gemma_folder(tmp_path_factory, tiny_tokenizer) -> Path:
+    """Its embedding is scaled by a buffer that no file holds; what makes the buffer draws the weights beside it too."""
+    config = GemmaConfig(
+        vocab_size=len(tiny_tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=2,
+        initializer_range=0.15,
+    )
+    folder = tmp_path_factory.mktemp("gemma")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(14)
+        GemmaForCausalLM(config).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_slices_of_every_kind_of_model_are_the_weights_that_transformers_loads(
-    tiny_llama_folder, tiny_gpt2_folder, tiny_bert_folder
-):
-    folders = {"llama": tiny_llama_folder, "gpt2": tiny_gpt2_folder, "bert": tiny_bert_folder}
-    for one in run_ranks(load_all, 2, folders):
-        assert len(one) == 11
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("llama", ("policy", "reward", "cut")),
+        ("gemma", ("policy",)),
+        pytest.param("gpt2", ("policy", "reward"), marks=pytest.mark.slow),
+        pytest.param("bert", ("reward",), marks=pytest.mark.slow),
+    ],
+)
+def test_slices_of_every_kind_of_model_are_the_weights_that_transformers_loads(name, kinds, request):
+    folder = request.getfixturevalue(f"tiny_{name}_folder")
+    found = run_ranks(load_all, 2, folder, kinds)
+    assert len(found[0]) == {"llama": 5, "gemma": 2, "gpt2": 4, "bert": 2}[name]
+    for one in found:
         for key, ours in one.items():
-            if key == "cut":
-                cfg = kit.ModelConfig(path=str(tiny_llama_folder))
-                theirs = load_scalar_model(cfg, "reward", seed=3, keep_layers=1)
-            else:
-                cfg = kit.ModelConfig(path=str(folders[key[0]]), **dict.fromkeys(key[2:], 2))
-                load = (
-                    load_causal_lm if key[1] == "policy" else lambda c, seed: load_scalar_model(c, "reward", seed=seed)
-                )
-                theirs = load(cfg, seed=3)
+            kind, lora = key
+            theirs = load(kind, folder, None, lora_rank=lora)
             expected = dict(theirs.module.named_parameters())
             assert ours["weights"].keys() == expected.keys()
             for name, weight in expected.items():
@@ -80,6 +110,8 @@ def test_slices_of_every_kind_of_model_are_the_weights_that_transformers_loads(
             assert ours["part"] <= 0.6
             assert (ours["tokens"], ours["causal"]) == (theirs.trunk.layout, theirs.trunk.causal)
             assert ours["attention"] == theirs.trunk.model.config._attn_implementation
+            if name == "gemma":
+                assert [float(b) for n, b in ours["buffers"].items() if n.endswith("embed_scale")] == [8.0]  # sqrt(64)
 
 
 def broken_folder(source: Path, to: Path, damage: str) -> Path:
@@ -129,7 +161,13 @@ def export(rank: int, world: int, folder: Path, settings: dict, to: Path, layout
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}], ids=["full", "lora"])
-@pytest.mark.parametrize("layout", [SHARD, Layout(replicate=2)], ids=["sharded", "replicated"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(SHARD, id="sharded"),
+        pytest.param(Layout(replicate=2), id="replicated", marks=pytest.mark.slow),
+    ],
+)
 def test_the_folder_that_ranks_write_equals_the_local_one_bit_for_bit(settings, layout, tiny_llama_folder, tmp_path):
     engine = ranks_kit.policy(tiny_llama_folder, None, settings)
     engine.step(kit.batch(), kit.TokenLoss())

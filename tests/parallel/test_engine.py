@@ -104,7 +104,10 @@ def one_process(folder):
     return {case: work(folder, case, None) for case in ("policy", "lora", "value")}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [name if layout.size == 2 else pytest.param(name, marks=pytest.mark.slow) for name, layout in LAYOUTS.items()],
+)
 def test_an_update_is_that_of_one_process(layout, folder, one_process):
     world = LAYOUTS[layout].size
     for rank, found in enumerate(run_ranks(on_ranks, world, folder, layout)):

@@ -45,18 +45,18 @@ def require_equal_runs(ours: list[dict], theirs: dict, rel: float = 2e-6) -> Non
     assert all(one["stats"] == ours[0]["stats"] for one in ours), "ranks report different numbers"
 
 
-@pytest.mark.parametrize("layout", ["pipeline 2"])
-def test_gradients_and_two_updates_equal_one_process(layout, tied_folder, untied_folder):
-    runs = [
-        (case, tied_folder if case in ("tokens", "sorted") else untied_folder, None, own)
-        for case in pk.CASES
-        for own in (
-            {"tokens_per_micro_batch": 20},
-            {"tokens_per_micro_batch": 20, "schedule": "gpipe"},
-            {"tokens_per_micro_batch": 10_000},
-        )
-    ]
-    ours = run_ranks(pk.on_rank, pk.LAYOUTS[layout].size, runs, layout)
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"tokens_per_micro_batch": 20},
+        pytest.param({"tokens_per_micro_batch": 20, "schedule": "gpipe"}, marks=pytest.mark.slow),
+        pytest.param({"tokens_per_micro_batch": 10_000}, marks=pytest.mark.slow),
+    ],
+    ids=["1f1b", "gpipe", "one micro-batch"],
+)
+def test_gradients_and_two_updates_equal_one_process(own, tied_folder, untied_folder):
+    runs = [(case, tied_folder if case in ("tokens", "sorted") else untied_folder, None, own) for case in pk.CASES]
+    ours = run_ranks(pk.on_rank, 2, runs, "pipeline 2")
     for i, (case, folder, settings, _) in enumerate(runs):
         require_equal_runs([one[i] for one in ours], pk.two_steps(case, folder, None, settings))
 
@@ -64,12 +64,17 @@ def test_gradients_and_two_updates_equal_one_process(layout, tied_folder, untied
 @pytest.mark.parametrize(
     "layout",
     [
-        "pipeline 4",
-        "pipeline 2 x replicate 2",
         "pipeline 2 x shard 2",
-        "pipeline 2 x tensor 2",
-        "pipeline 2 x sequence 2",
-        "pipeline 2 x context 2",
+        *(
+            pytest.param(layout, marks=pytest.mark.slow)
+            for layout in (
+                "pipeline 4",
+                "pipeline 2 x replicate 2",
+                "pipeline 2 x tensor 2",
+                "pipeline 2 x sequence 2",
+                "pipeline 2 x context 2",
+            )
+        ),
     ],
 )
 def test_stages_with_other_axes_equal_one_process(layout, tied_folder, untied_folder):
@@ -85,7 +90,9 @@ def test_stages_with_other_axes_equal_one_process(layout, tied_folder, untied_fo
         require_equal_runs([one[i] for one in ours], pk.two_steps(case, folder, None, settings, **clipped))
 
 
-@pytest.mark.parametrize("layout", ["pipeline 2 x replicate 2", "pipeline 2 x shard 2"])
+@pytest.mark.parametrize(
+    "layout", ["pipeline 2 x shard 2", pytest.param("pipeline 2 x replicate 2", marks=pytest.mark.slow)]
+)
 def test_data_ranks_with_other_numbers_of_micro_batches(layout, tied_folder):
     ours = run_ranks(pk.uneven, 4, tied_folder, layout)
     theirs = pk.uneven(0, 1, tied_folder, None)
@@ -97,7 +104,14 @@ def test_data_ranks_with_other_numbers_of_micro_batches(layout, tied_folder):
                 assert float((mine["weights"][name] - weight).abs().max()) < 2 * LR * 0.05, name
 
 
-@pytest.mark.parametrize("layout", ["pipeline 2", "pipeline 2 x replicate 2", "pipeline 2 x shard 2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pipeline 2",
+        pytest.param("pipeline 2 x replicate 2", marks=pytest.mark.slow),
+        pytest.param("pipeline 2 x shard 2", marks=pytest.mark.slow),
+    ],
+)
 def test_every_rank_has_the_rows_of_inference(layout, tied_folder):
     ours = run_ranks(pk.inference, pk.LAYOUTS[layout].size, tied_folder, layout)
     theirs = pk.inference(0, 1, tied_folder, None)
@@ -132,7 +146,7 @@ def test_a_stage_holds_its_own_blocks_and_both_ends_the_same_tied_weight(tied_fo
         assert "Did you mean 1f1b" in one["refusals"]["schedule"][1]
 
 
-@pytest.mark.parametrize("layout", ["pipeline 2", "pipeline 2 x replicate 2"])
+@pytest.mark.parametrize("layout", ["pipeline 2", pytest.param("pipeline 2 x replicate 2", marks=pytest.mark.slow)])
 def test_every_rank_raises_what_one_found_and_goes_on(layout, tied_folder):
     ours = run_ranks(pk.failures, pk.LAYOUTS[layout].size, tied_folder, layout)
     expected = pk.two_steps("tokens", tied_folder, None)["stats"][0]["loss"].mean
@@ -151,7 +165,7 @@ def test_every_rank_raises_what_one_found_and_goes_on(layout, tied_folder):
     assert [one["stage"][0] for one in ours] == ["BrokenError"] + ["TrainingError"] * (len(ours) - 1)
 
 
-@pytest.mark.parametrize("layout", ["pipeline 2", "pipeline 2 x shard 2"])
+@pytest.mark.parametrize("layout", ["pipeline 2", pytest.param("pipeline 2 x shard 2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("settings", [None, {"lora_rank": 3}], ids=["full", "lora"])
 def test_states_and_exports_are_those_of_the_whole_model(layout, settings, tied_folder, tmp_path):
     one, batch, loss = pk.make("tokens", tied_folder, None, settings)
@@ -202,13 +216,14 @@ def test_a_critic_of_stages_is_written_whole(untied_folder, tmp_path):
             assert torch.equal(written, rank["named"][name]), name
 
 
-def test_lora_under_stages_equals_one_process(tied_folder):
+@pytest.mark.parametrize("layout", ["pipeline 2", pytest.param("pipeline 2 x shard 2", marks=pytest.mark.slow)])
+def test_lora_under_stages_equals_one_process(layout, tied_folder):
     runs = [("tokens", tied_folder, {"lora_rank": 3}, {"tokens_per_micro_batch": 20})]
-    for layout in ("pipeline 2", "pipeline 2 x shard 2"):
-        ours = run_ranks(pk.on_rank, pk.LAYOUTS[layout].size, runs, layout)
-        require_equal_runs([one[0] for one in ours], pk.two_steps("tokens", tied_folder, None, {"lora_rank": 3}))
+    ours = run_ranks(pk.on_rank, pk.LAYOUTS[layout].size, runs, layout)
+    require_equal_runs([one[0] for one in ours], pk.two_steps("tokens", tied_folder, None, {"lora_rank": 3}))
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_under_stages_equals_one_process(tied_folder):
     settings = {"gradient_checkpointing": True}
     runs = [("tokens", tied_folder, settings, {"tokens_per_micro_batch": 20})]
@@ -216,6 +231,7 @@ def test_activation_checkpointing_under_stages_equals_one_process(tied_folder):
     require_equal_runs([one[0] for one in ours], pk.two_steps("tokens", tied_folder, None))
 
 
+@pytest.mark.slow
 def test_every_architecture_with_a_plan_computes_the_same_in_stages(tiny_tokenizer, tmp_path):
     folders = {}
     for kind, changes in pk.ARCHITECTURES.items():

@@ -26,7 +26,10 @@ def logged(folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def runs(run, files, sft_run, reward_run, ppo_overrides, tmp_path_factory) -> dict[str, set[str]]:
-    """What each stage logs, with the settings that add metrics: folds, a gold function, the KL in the loss."""
+    """What each stage logs, with the settings that add metrics.
+
+    They are: folds, a gold function, the KL in the loss, rollouts cut in their middle, a correction of stale ones.
+    """
     gold = tmp_path_factory.mktemp("gold") / "gold.py"
     gold.write_text("def gold(prompt, response):\n    return float(len(response))\n")
     tiny = ["max_steps=1", "ppo.epochs=1", "rollout.max_new_tokens=4", "evaluation.prompts=3"]
@@ -38,10 +41,24 @@ def runs(run, files, sft_run, reward_run, ppo_overrides, tmp_path_factory) -> di
         "reward_model.folds=2",
         "max_steps=1",
     )
+    dpo = run("dpo", f"model.path={sft_run.best_model}", f"data.train={files['preferences']}", "max_steps=1")
+    groups = [
+        f"model.path={sft_run.best_model}",
+        f"data.train={files['prompts']}",
+        "reward.rules=[{function: 'length_range(low=2)'}]",
+        "rollout.prompts_per_step=4",
+        "rollout.samples_per_prompt=2",
+        "rollout.max_new_tokens=4",
+        "evaluation.prompts=3",
+        "max_steps=2",
+    ]
+    stale = ["schedule.kind=asynchronous", "schedule.partial_tokens=12", "off_policy.correction=token_truncated"]
     return {
         "sft": logged(sft_run.folder),
         "reward model": logged(reward_run.folder),
         "folds": logged(folds.folder),
+        "dpo": logged(dpo.folder),
+        "grpo": logged(run("grpo", *groups, *stale).folder),
         "ppo": logged(run("ppo", *ppo_overrides, *tiny, *terms).folder),
     }
 

@@ -160,7 +160,7 @@ def test_a_nan_reward_keeps_the_steps_and_samples_before_it_and_its_reason(
 
 
 @pytest.mark.parametrize(
-    ("room", "reason"), [(0.3, "it needs 199 kB"), (0.85, "No space left on device")], ids=["refused", "half-way"]
+    ("room", "reason"), [(0.3, "it needs 266 kB"), (1.06, "No space left on device")], ids=["refused", "half-way"]
 )
 def test_a_full_disk_leaves_the_earlier_checkpoints_and_the_run_goes_on_when_there_is_room(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, room: float, reason: str

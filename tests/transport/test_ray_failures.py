@@ -74,7 +74,7 @@ def test_an_error_that_nobody_gathers_is_told_by_the_next_wait(transport):
     assert transport.roles_.toy.nap(0.0).gather() == "awake"
 
 
-@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("bad", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_the_error_of_one_rank_counts_and_not_the_timeout_of_its_peer(transport, bad):
     orders = ["", ""]
     orders[bad] = "raise"
@@ -107,6 +107,7 @@ def test_a_dead_rank_is_named_with_its_last_words_and_its_group_can_be_started_a
     assert events[-1][1].startswith("pool pair: 2 ranks started again on ")
 
 
+@pytest.mark.slow
 def test_results_that_read_from_a_dead_rank_name_that_rank(transport):
     lost = transport.roles_.toy.collective(["die", ""])
     with pytest.raises(ClusterError, match="rank 0 of pool pair"):
@@ -116,6 +117,7 @@ def test_results_that_read_from_a_dead_rank_name_that_rank(transport):
     assert transport.roles_.toy.who().gather() == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_call_that_does_not_end_is_given_up_with_the_ranks_that_are_late(transport):
     transport.ledger.call_timeout = 1.0
     try:
@@ -127,6 +129,7 @@ def test_a_call_that_does_not_end_is_given_up_with_the_ranks_that_are_late(trans
     assert transport.roles_.single.nap(0.0).gather() == "awake"
 
 
+@pytest.mark.slow
 def test_a_builder_that_fails_on_one_rank_fails_as_itself_and_leaves_nothing(events):
     running = ray_transport(ray_kit.cluster(pools={"main": 2}, collective_timeout=30))
     start = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from tutelage.build.kit import Kit
 from tutelage.engines.engine import ModelEngine
 from tutelage.models.language_model import LanguageModel
 from tutelage.models.load import context_length
+from tutelage.models.lora import write_adapter
 from tutelage.roles.actor import Sender
 from tutelage.roles.generator import Generator
 from tutelage.rollout.inprocess.engine import InProcessRollout
@@ -37,8 +39,20 @@ def beside_actor(kit: Kit, engine: ModelEngine) -> tuple[Any, Any]:
     if kit.cfg.rollout.engine == "inprocess":
         rollout = in_process(kit, kit.policy, engine)
         return rollout, InProcessPartial(rollout)
-    turns = vllm(kit, engine.named_weights)
+    turns = vllm(kit, engine.named_weights, adapter_writer(kit, engine))
     return turns, turns
+
+
+def adapter_writer(kit: Kit, engine: ModelEngine) -> Callable[[Path], None] | None:
+    """Writes the adapter as peft does, where the recipe publishes it alone."""
+    adapted = kit.policy.adapted
+    if adapted is None or kit.cfg.rollout.vllm.lora != "adapter":
+        return None
+
+    def write(folder: Path) -> None:
+        write_adapter(adapted, {name: tensor.cpu() for name, tensor in engine.named_weights(adapter_only=True)}, folder)
+
+    return write
 
 
 def generator(kit: Kit) -> Generator:
@@ -113,8 +127,12 @@ def in_process(kit: Kit, policy: LanguageModel, engine: ModelEngine) -> InProces
     )
 
 
-def vllm(kit: Kit, source: Callable[[], Iterator[tuple[str, Tensor]]] | None) -> Any:
-    """vLLM in this process; source: whole weights of the policy, where it is trained beside."""
+def vllm(
+    kit: Kit,
+    source: Callable[[], Iterator[tuple[str, Tensor]]] | None,
+    adapter: Callable[[Path], None] | None = None,
+) -> Any:
+    """vLLM in this process; source, adapter: whole weights and adapter of the policy, where it is trained beside."""
     from tutelage.rollout.vllm.engine import VLLMRollout, VLLMSpec
     from tutelage.rollout.vllm.turns import TakingTurns
 
@@ -137,4 +155,4 @@ def vllm(kit: Kit, source: Callable[[], Iterator[tuple[str, Tensor]]] | None) ->
         lora_rank=cfg.model.lora_rank,
     )
     rollout = VLLMRollout(spec, progress=lambda done, total: progress("rollout", done, total), source=source)
-    return TakingTurns(rollout, settings.sleep_level)
+    return TakingTurns(rollout, settings.sleep_level, adapter)

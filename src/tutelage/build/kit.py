@@ -70,7 +70,10 @@ class Kit:
     def ranks(self, role: str) -> Ranks:
         """The ranks that hold a role's model together."""
         layout = self.place.layout(role)
-        return Alone() if layout.size == 1 else MeshRanks(self.meshes.of(layout, self.device))
+        offload = self.cfg.cluster.settings_of(role).offload
+        if layout.size == 1 and not offload:
+            return Alone()
+        return MeshRanks(self.meshes.of(layout, self.device), offload=offload)
 
     def sharding(self, role: str) -> Sharding | None:
         """How a role's weights are spread over its ranks; None where every rank holds them all."""
@@ -109,7 +112,8 @@ class Kit:
         ranks = self.ranks(role)
         if optim is None:
             return ModelEngine.frozen(model, self.cfg.optim, ranks=ranks)
-        return ModelEngine(model, optim, total_updates=self.facts.updates, ranks=ranks, **settings)
+        schedule = self.cfg.cluster.settings_of(role).pipeline_schedule
+        return ModelEngine(model, optim, total_updates=self.facts.updates, ranks=ranks, schedule=schedule, **settings)
 
     def exporter(self) -> Exporting:
         """What a model folder needs besides the model: which template it was trained with."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+import torch
 
 from tutelage.build.data import StageData
 from tutelage.build.device import device
@@ -10,7 +13,7 @@ from tutelage.build.generation import ROLLOUT, sampling
 from tutelage.build.layouts import require_layouts
 from tutelage.config import AnyConfig, GRPOConfig, PPOConfig
 from tutelage.config.vllm import VLLMConfig
-from tutelage.errors import ConfigError, ModelError
+from tutelage.errors import ClusterError, ConfigError, ModelError
 from tutelage.evals.answers import first_prompts
 from tutelage.models.load import load_config
 from tutelage.models.paths import base_of_adapter
@@ -32,9 +35,10 @@ def require_extras(cfg: AnyConfig) -> None:
 
 
 def require_ready(cfg: AnyConfig, data: StageData, roles: tuple[str, ...]) -> None:
-    """Raises ModelError, ConfigError or RolloutError for what the roles would refuse when they are built."""
+    """Raises ModelError, ConfigError, ClusterError or RolloutError for what building would refuse."""
     require_embeddings(cfg, data)
     require_layouts(cfg, roles)
+    require_room(cfg, roles)
     if _serves(cfg):
         require_engine(cfg, data)
 
@@ -51,6 +55,34 @@ def require_embeddings(cfg: AnyConfig, data: StageData) -> None:
             f"the tokenizer of {path} has {tokens} tokens, the model {embeddings} embeddings",
             fix="use the tokenizer that the model was trained with",
         )
+
+
+def require_room(cfg: AnyConfig, roles: tuple[str, ...]) -> None:
+    """For a Ray instance that is started for the run: what the pools reserve, against all that this machine has."""
+    from tutelage.transport.ray import connected
+
+    cluster = cfg.cluster
+    if cluster.transport == "local" or cluster.address is not None or connected():
+        return
+    exists = {"CPU": float(os.cpu_count() or 1), "GPU": float(torch.cuda.device_count())}
+    asked = dict.fromkeys(exists, 0.0)
+    used = {name: cluster.pools[name] for name in dict.fromkeys(cluster.pool_of(role) for role in roles)}
+    for pool in used.values():
+        on_gpu = pool.kind == "gpu" or (pool.kind == "auto" and exists["GPU"] > 0)
+        share = {"GPU": pool.per_device, "CPU": pool.cores} if on_gpu else {"CPU": pool.per_device}
+        for kind, amount in share.items():
+            asked[kind] += pool.devices * amount
+    if any(asked[kind] > exists[kind] + 1e-9 for kind in exists):
+        devices = ", ".join(f"{name} {pool.devices}" for name, pool in used.items())
+        raise ClusterError(
+            f"the pools (devices: {devices}) ask for {_amounts(asked)} together; a Ray instance on this machine has "
+            f"{_amounts(exists)}",
+            fix="lower cluster.pools.NAME.devices or per_device, or set cluster.address to a larger cluster",
+        )
+
+
+def _amounts(amounts: dict[str, float]) -> str:
+    return ", ".join(f"{kind} {amount:g}" for kind, amount in amounts.items())
 
 
 def require_engine(cfg: Any, data: StageData) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,19 @@ from tutelage.build.data import StageData, batch_maker, stage_data, training_sou
 from tutelage.build.folds import cross_validate
 from tutelage.build.functions import with_rule_paths
 from tutelage.build.generation import connect, routed
+from tutelage.build.paths import with_full_paths
 from tutelage.build.preemption import on_sigterm
 from tutelage.build.ready import require_extras, require_ready
 from tutelage.build.stages import Stage, build_stage
-from tutelage.build.transport import make_transport, restart_lost
+from tutelage.build.transport import make_transport, places, restart_lost
 from tutelage.checkpoints import Checkpoints
-from tutelage.config import AnyConfig, RewardModelConfig, dump_config, load_resolved
+from tutelage.config import AnyConfig, RewardModelConfig, dump_config
 from tutelage.config.checks import check_sense
 from tutelage.config.loading import Loaded
+from tutelage.config.resuming import load_to_resume
 from tutelage.controller import Controller
 from tutelage.errors import CheckpointError, ClusterError
+from tutelage.mirror import Mirror
 from tutelage.models.paths import local_path
 from tutelage.protocols import Transport
 from tutelage.reports.display import Display, make_display
@@ -47,7 +51,7 @@ class RunResult:
 
 def run_recipe(loaded: Loaded, display: str = "auto") -> RunResult:
     """Train what the recipe says.  Raises TutelageError for anything the user can mend."""
-    cfg = with_rule_paths(loaded.config, loaded.recipe_path)
+    cfg = with_full_paths(with_rule_paths(loaded.config, loaded.recipe_path))
     require_extras(cfg)
     require_named(cfg)
     data = stage_data(cfg)
@@ -68,12 +72,15 @@ def run_recipe(loaded: Loaded, display: str = "auto") -> RunResult:
         transport.close()
 
 
-def resume_run(folder: Path, display: str = "auto") -> RunResult:
+def resume_run(folder: Path, display: str = "auto", overrides: Sequence[str] = ()) -> RunResult:
     """Go on from the last complete checkpoint of a run; of a finished run, its summary as it is.
 
-    Raises CheckpointError where there is no checkpoint.
+    overrides: other values for keys of `cluster`; once the run goes on with them they are kept in its config.yaml.
+    Raises CheckpointError where there is no checkpoint, ConfigError for an override of anything else.
     """
-    cfg = load_resolved(folder / "config.yaml")
+    loaded, changes = load_to_resume(folder / "config.yaml", overrides)
+    cfg = with_full_paths(loaded)
+    folder = folder if cfg.cluster.transport == "local" else folder.absolute()
     if (folder / "summary.json").exists():
         make_display(display, 0, cfg.name).event("resume", f"{folder} is finished: nothing is left to do")
         return RunResult(folder, runfolder.read_json(folder / "summary.json"))
@@ -96,9 +103,19 @@ def resume_run(folder: Path, display: str = "auto") -> RunResult:
         first = Checkpoints.step_of(latest) + 1
         controller = assemble(cfg, data, stage, folder, show, transport, handles, first_step=first)
         controller.restore(latest, ALGORITHMS[cfg.algorithm].state_from)
+        if changes:
+            keep_cluster(cfg, changes, controller)
         return finish(controller)
     finally:
         transport.close()
+
+
+def keep_cluster(cfg: AnyConfig, changes: Sequence[str], controller: Controller) -> None:
+    """A run that goes on on another cluster says so, and its settings are those from here on."""
+    write_bytes(controller.folder / "config.yaml", dump_config(cfg).encode())
+    for change in changes:
+        controller.log.event(controller.done, "cluster", change)
+        controller.display.event("cluster", change)
 
 
 def started(stage: Stage, transport: Transport) -> dict[str, Any]:
@@ -159,6 +176,12 @@ def assemble(
         show.event(kind, line)
         if not first_step:
             log.event(0, kind, line)
+    for line in places(transport):
+        show.event("cluster", line)
+        log.event(max(first_step - 1, 0), "cluster", line)
+    mirror = None if cfg.checkpoint.mirror is None else Mirror.of(cfg.checkpoint.mirror, folder)
+    if mirror is not None:
+        mirror.require_writable()
     return Controller(
         folder=folder,
         total_steps=total,
@@ -177,16 +200,18 @@ def assemble(
         display=show,
         trackers=make_trackers(cfg.tracking, folder, cfg.name, cfg.model_dump(), first_step=first_step),
         finish=lambda: spec.finish(roles),
+        mirror=mirror,
         rebuild=lambda error: rebuild(error, cfg, transport, handles),
         restarts=cfg.cluster.restarts,
         state=algorithm.initial_state(cfg),
     )
 
 
-def rebuild(error: ClusterError, cfg: AnyConfig, transport: Transport, handles: dict[str, Any]) -> None:
-    """Lost pools start again; where weights go over a wire of their own, it is opened again."""
+def rebuild(error: ClusterError, cfg: AnyConfig, transport: Transport, handles: dict[str, Any]) -> str:
+    """Lost pools start again, and it is said where; where weights go over a wire of their own, it is opened again."""
     restart_lost(transport, error)
     connect(cfg, handles)
+    return "; ".join(places(transport))
 
 
 def finish(controller: Controller) -> RunResult:

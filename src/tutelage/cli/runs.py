@@ -80,6 +80,10 @@ def _run_help(ctx: typer.Context, recipe: str | None, overrides: list[str]) -> N
 
 def resume(
     folder: Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Another cluster to go on with; other settings stay.", metavar="[cluster.a=b]..."),
+    ] = None,
     as_json: Json = False,
     plain: Plain = False,
 ) -> None:
@@ -89,7 +93,7 @@ def resume(
 
     display = display_of(as_json, plain)
     with interruptible(folder.parent, resumed=folder):
-        result = resume_run(folder, display=display)
+        result = resume_run(folder, display=display, overrides=overrides or [])
     _finish(result, display)
 
 

@@ -33,6 +33,8 @@ class LayoutConfig(Schema):
     sequence: int = setting(1, "Ulysses: a row is cut, heads and tokens change places for attention.", ge=1)
     tensor: int = setting(1, "Tensor parallel: every matrix is cut.", ge=1)
     pipeline: int = setting(1, "Pipeline stages: the blocks are cut.", ge=1)
+    pipeline_schedule: Literal["1f1b", "gpipe"] = setting("1f1b", "Order of micro-batches through pipeline stages.")
+    offload: bool = setting(False, "Weights, gradients and optimiser rest in the host's memory (needs a GPU).")
 
 
 class ClusterConfig(Schema):
@@ -61,10 +63,13 @@ class ClusterConfig(Schema):
         """The pool a role runs in."""
         return self.place.get(role, next(iter(self.pools), MAIN))
 
+    def settings_of(self, role: str) -> LayoutConfig:
+        """What the recipe says of a role's ranks."""
+        return self.layout.get(role) or self.layout.get("default") or LayoutConfig()
+
     def layout_of(self, role: str) -> Layout:
         """The role's layout, `replicate` filled up to the devices of its pool; sizes are checked by `config.checks`."""
-        wanted = self.layout.get(role) or self.layout.get("default") or LayoutConfig()
-        sizes = wanted.model_dump()
+        sizes = self.settings_of(role).model_dump(exclude={"pipeline_schedule", "offload"})
         replicate = sizes.pop("replicate")
         rest = Layout(**sizes).size
         devices = self.pools[self.pool_of(role)].devices if self.transport == "ray" else rest

@@ -61,6 +61,11 @@ def _rollout_problems(config: AnyConfig, where: Mapping[str, object]) -> list[st
         return []
     mode, cluster = config.rollout.vllm.mode, config.cluster
     said = f"rollout.vllm.mode is {mode}{_at('rollout.vllm.mode', where)}"
+    if config.rollout.vllm.lora == "adapter" and (mode != "colocated" or not config.model.lora_rank):
+        return [
+            f"rollout.vllm.lora is adapter{_at('rollout.vllm.lora', where)}: it needs mode colocated and "
+            f"model.lora_rank above 0 (mode is {mode}, model.lora_rank {config.model.lora_rank})"
+        ]
     if mode == "colocated":
         if cluster.transport == "ray" and cluster.pool_of("rollout") != cluster.pool_of("actor"):
             return [f"{said}, and cluster.place puts rollout elsewhere than actor; use mode separate, or one pool"]
@@ -69,7 +74,22 @@ def _rollout_problems(config: AnyConfig, where: Mapping[str, object]) -> list[st
         return [f"{said}, which needs a process of its own: set cluster.transport=ray and give rollout a pool"]
     if cluster.pool_of("rollout") == cluster.pool_of("actor"):
         return [f"{said}, and rollout shares the actor's pool: add a pool and set cluster.place.rollout to it"]
-    return []
+    return _server_problems(config, where)
+
+
+def _server_problems(config: PPOConfig | GRPOConfig, where: Mapping[str, object]) -> list[str]:
+    """Every device of the rollout pool has an engine of its own."""
+    vllm, name = config.rollout.vllm, config.cluster.pool_of("rollout")
+    pool = config.cluster.pools.get(name)
+    if pool is None or pool.devices == 1:
+        return []
+    given = {"url": vllm.url, "port": vllm.port if pool.strategy != "STRICT_SPREAD" else 0}
+    return [
+        f"rollout.vllm.{key} is {value}{_at(f'rollout.vllm.{key}', where)} and pool {name} has {pool.devices} devices, "
+        f"each with a server of its own: leave {key} out, or set cluster.pools.{name}.devices to 1"
+        for key, value in given.items()
+        if value
+    ]
 
 
 def _asked(config: AnyConfig, role: str) -> bool:

@@ -67,6 +67,9 @@ class CheckpointConfig(Schema):
     keep: int = setting(
         2, "Keep the newest N checkpoints; the best one is kept besides.", ge=1, only_if=SEVERAL_CHECKPOINTS
     )
+    mirror: str | None = setting(
+        None, "Copy every checkpoint to MIRROR/NAME, an address that fsspec knows (s3://..., gs://..., file://...)."
+    )
 
 
 class RunConfig(Schema):

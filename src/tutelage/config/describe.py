@@ -153,6 +153,11 @@ def sections(schema: type[Schema], prefix: str = "") -> dict[str, str]:
     return found
 
 
+def mappings(schema: type[Schema]) -> set[str]:
+    """Full names of the settings that map names to sections."""
+    return {key.name for key in walk(schema) if get_origin(key.annotation) is dict and entry_of(key.annotation)}
+
+
 def value_at(config: Any, name: str) -> Any:
     """The value of a full dotted key in a validated config."""
     for part in name.split("."):

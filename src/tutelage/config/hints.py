@@ -61,17 +61,43 @@ def closest_key(name: str, schema: type[Schema]) -> str:
     """` Did you mean X?` with the closest full key anywhere in a schema, or an empty string.
 
     Compares whole keys and last parts, so a key in the wrong section finds its place; names from other libraries too.
+    Keys of the entries of a mapping are compared under the entry's name.
     """
-    known = [key.name for key in describe.walk(schema) if "[]" not in key.name] + list(describe.sections(schema))
-    last = name.rpartition(".")[2].lower()
-    foreign = FOREIGN_NAMES.get(last)
+    mappings = describe.mappings(schema)
+    known = [found for key in describe.walk(schema) if (found := _written(key.name, name, mappings))]
+    known += list(describe.sections(schema))
+    known = [key for key in known if key not in mappings or not name.startswith(f"{key}.")]
+    foreign = FOREIGN_NAMES.get(name.rpartition(".")[2].lower())
     if foreign in known:
         return f" Did you mean {foreign}?"
     best, best_score = "", 0.0
     for candidate in known:
-        parts = candidate.rpartition(".")[2]
-        whole = difflib.SequenceMatcher(None, name.lower(), candidate).ratio()
-        score = max(whole, 0.9 * difflib.SequenceMatcher(None, last, parts).ratio() + 0.1 * whole)
+        score = _likeness(name.lower(), candidate.lower())
         if score > best_score:
             best, best_score = candidate, score
     return f" Did you mean {best}?" if best_score >= 0.65 else ""
+
+
+def _likeness(name: str, candidate: str) -> float:
+    """From 0 to 1.  In one section the last parts alone are compared."""
+    (above, _, last), (section, _, part) = name.rpartition("."), candidate.rpartition(".")
+    parts = difflib.SequenceMatcher(None, last, part).ratio()
+    if above and above == section:
+        return parts
+    whole = difflib.SequenceMatcher(None, name, candidate).ratio()
+    return max(whole, 0.9 * parts + 0.1 * whole)
+
+
+def _written(known: str, name: str, mappings: set[str]) -> str:
+    """A known key as it is written in the entry that `name` is of: `a[].b` for `a.x.c` is `a.x.b`; empty elsewhere.
+
+    The mapping's name may be misspelt.
+    """
+    above, inside, below = known.partition("[].")
+    if not inside:
+        return known
+    places, given = above.split("."), name.split(".")
+    named = ".".join(given[: len(places)])
+    if above not in mappings or (named != above and named in mappings) or len(given) < len(places) + 2:
+        return ""
+    return f"{above}.{given[len(places)]}.{below}"

@@ -17,10 +17,12 @@ def _section(config: Any) -> VLLMConfig:
     return section
 
 
-SERVER = OnlyIf("vllm.mode is server", lambda c: _section(c).mode == "server")
-STARTED = OnlyIf("vllm.url is not given", lambda c: _section(c).url is None)
-NO_KV_BYTES = OnlyIf("vllm.kv_cache_memory_bytes is not given", lambda c: _section(c).kv_cache_memory_bytes is None)
-OTHER_PROCESS = OnlyIf("vllm.mode is separate or server", lambda c: _section(c).mode != "colocated")
+SERVER = OnlyIf("rollout.vllm.mode is server", lambda c: _section(c).mode == "server")
+STARTED = OnlyIf("rollout.vllm.url is not given", lambda c: _section(c).url is None)
+NO_KV_BYTES = OnlyIf(
+    "rollout.vllm.kv_cache_memory_bytes is not given", lambda c: _section(c).kv_cache_memory_bytes is None
+)
+OTHER_PROCESS = OnlyIf("rollout.vllm.mode is separate or server", lambda c: _section(c).mode != "colocated")
 
 
 class VLLMConfig(Schema):
@@ -38,9 +40,7 @@ class VLLMConfig(Schema):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "Compute type of generation; auto: that of model.dtype.", only_if=STARTED
     )
-    max_model_len: int | None = setting(
-        None, "Longest prompt plus response; default: what prompts and rollout.max_new_tokens need.", ge=1
-    )
+    max_model_len: int | None = setting(None, "Longest prompt plus response; default: the model's context.", ge=1)
     kv_cache_memory_bytes: int | None = setting(
         None, "Bytes of the KV cache on each device; default: what gpu_memory_utilization leaves.", ge=1 << 20
     )

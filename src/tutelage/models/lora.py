@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -115,6 +116,13 @@ def save_adapter(adapted: PeftModel, weights: Mapping[str, Tensor], folder: Path
     """The adapter alone, as peft writes it (safetensors), from `weights` by the names of the adapted model."""
     state = {f"base_model.model.{name}": weight for name, weight in weights.items()}
     adapted.save_pretrained(str(folder), state_dict=state)
+
+
+def write_adapter(adapted: PeftModel, saved: Mapping[str, Tensor], folder: Path) -> None:
+    """The adapter alone, as peft writes it, from tensors under the names that peft saves them by."""
+    folder.mkdir(parents=True, exist_ok=True)
+    adapted.peft_config["default"].save_pretrained(str(folder))
+    save_file({name: weight.contiguous() for name, weight in saved.items()}, str(folder / "adapter_model.safetensors"))
 
 
 def merge_folder(base: PreTrainedModel, folder: Path) -> PreTrainedModel:

@@ -19,7 +19,7 @@ from tutelage.reports.metrics_log import to_json
 Clock = Callable[[], float]
 Kind = Literal["auto", "rich", "plain", "json"]
 KINDS = ("auto", "rich", "plain", "json")
-NOTES = frozenset({"data", "model", "checkpoint", "resume", "log"})
+NOTES = frozenset({"data", "model", "cluster", "checkpoint", "resume", "log"})
 """Kinds of events that are information; every other kind is an alarm."""
 PHASE_EVERY_S = 10.0
 

@@ -40,24 +40,24 @@ def require_servable(model_config: Any, config: VLLMConfig, device: str) -> None
         )
     if heads % tensor:
         raise ConfigError(
-            f"vllm.tensor_parallel is {tensor}, which does not divide the model's {heads} attention heads",
+            f"rollout.vllm.tensor_parallel is {tensor}, which does not divide the model's {heads} attention heads",
             fix=f"use one of {_divisors(heads)}",
         )
     if kv_heads % tensor and tensor % kv_heads:
         raise ConfigError(
-            f"vllm.tensor_parallel is {tensor}: the model's {kv_heads} key/value heads can neither be split nor "
-            "repeated over it",
+            f"rollout.vllm.tensor_parallel is {tensor}: the model's {kv_heads} key/value heads can neither be split "
+            "nor repeated over it",
             fix=f"use one of {[n for n in _divisors(heads) if not kv_heads % n or not n % kv_heads]}",
         )
     if config.mode == "colocated" and tensor > 1:
         raise ConfigError(
-            f"vllm.tensor_parallel is {tensor} in mode colocated, where an engine has one process",
-            fix="set vllm.mode to separate, or tensor_parallel to 1",
+            f"rollout.vllm.tensor_parallel is {tensor} in mode colocated, where an engine has one process",
+            fix="set rollout.vllm.mode to separate, or rollout.vllm.tensor_parallel to 1",
         )
     context = getattr(model_config, "max_position_embeddings", None)
     if config.max_model_len is not None and context is not None and config.max_model_len > context:
         raise ConfigError(
-            f"vllm.max_model_len is {config.max_model_len}, the model's context is {context}",
+            f"rollout.vllm.max_model_len is {config.max_model_len}, the model's context is {context}",
             fix=f"set it to at most {context}, and shorten prompts or rollout.max_new_tokens to fit",
         )
 
@@ -109,7 +109,8 @@ def require_free_port(port: int, host: str = "127.0.0.1") -> int:
         except OSError as error:
             raise RolloutError(
                 f"port {port} of {host} is taken: {error.strerror}",
-                fix="set vllm.port to another one, or to 0 for a free one; vllm.url attaches to a running server",
+                fix="set rollout.vllm.port to another one, or to 0 for a free one; rollout.vllm.url attaches to a "
+                "running server",
             ) from error
         return int(probe.getsockname()[1])
 
@@ -120,13 +121,13 @@ def start_error(error: BaseException, config: VLLMConfig) -> RolloutError:
     lowered = text.lower()
     if "kv cache" in lowered or "memory" in lowered:
         fix = (
-            f"vllm.kv_cache_memory_bytes is {config.kv_cache_memory_bytes}, vllm.gpu_memory_utilization "
-            f"{config.gpu_memory_utilization}, vllm.max_model_len {config.max_model_len}: give the cache more memory, "
-            "or lower vllm.max_model_len"
+            f"in rollout.vllm, kv_cache_memory_bytes is {config.kv_cache_memory_bytes}, gpu_memory_utilization "
+            f"{config.gpu_memory_utilization}, max_model_len {config.max_model_len}: give the cache more memory, or "
+            "lower max_model_len"
         )
         return RolloutError(f"vLLM has no memory for its KV cache: {text[:600]}", fix=fix)
     return RolloutError(
-        f"vLLM did not start: {text[:600]}", fix="set vllm.log_level to INFO to see what it does before this"
+        f"vLLM did not start: {text[:600]}", fix="set rollout.vllm.log_level to INFO to see what it does before this"
     )
 
 

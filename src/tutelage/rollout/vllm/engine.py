@@ -216,7 +216,7 @@ class VLLMRollout:
                 raise RolloutError(
                     f"prompt {s.prompt_id!r} has {len(s.prompt)} tokens and may get {params.max_new_tokens} more: "
                     f"{size}, the engine's context is {self._backend.max_model_len}",
-                    fix="raise vllm.max_model_len, or lower rollout.max_new_tokens or data.max_prompt_tokens",
+                    fix="raise rollout.vllm.max_model_len, or lower rollout.max_new_tokens or data.max_prompt_tokens",
                 )
 
     # ---- weights ----
@@ -244,7 +244,9 @@ class VLLMRollout:
     def load_adapter(self, folder: str, version: int) -> None:
         """A LoRA adapter as peft writes it, over the weights of `spec.model`; needs config.lora "adapter"."""
         if self.spec.config.lora != "adapter":
-            raise RolloutError("vllm.lora is merged", fix="set vllm.lora to adapter, or publish merged weights")
+            raise RolloutError(
+                "rollout.vllm.lora is merged", fix="set rollout.vllm.lora to adapter, or publish merged weights"
+            )
         with self._publishing(version):
             self._backend.load_adapter(folder)
 

@@ -92,7 +92,7 @@ class LocalEngine:
             )
         except TypeError as error:
             raise RolloutError(
-                f"vLLM does not take one of its engine arguments: {error}", fix="look at vllm.engine_args"
+                f"vLLM does not take one of its engine arguments: {error}", fix="look at rollout.vllm.engine_args"
             ) from error
         except Exception as error:
             raise start_error(error, self.config) from error
@@ -131,7 +131,7 @@ class LocalEngine:
             if output.finished and not done:
                 raise RolloutError(
                     f"vLLM ended prompt {collector.jobs[index].name!r} by itself ({new.finish_reason})",
-                    fix="set vllm.log_level to INFO to see why",
+                    fix="set rollout.vllm.log_level to INFO to see why",
                 )
             if done:
                 del live[output.request_id]

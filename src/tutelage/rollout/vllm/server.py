@@ -42,7 +42,7 @@ class VLLMServer:
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or parts.hostname is None:
-            raise RolloutError(f"vllm.url is {url!r}", fix="give http://HOST:PORT")
+            raise RolloutError(f"rollout.vllm.url is {url!r}", fix="give http://HOST:PORT")
         self.host, self.port = parts.hostname, parts.port or 80
         self.url = f"http://{self.host}:{self.port}"
         self.config = config
@@ -94,7 +94,7 @@ class VLLMServer:
             if time.monotonic() > deadline:
                 raise RolloutError(
                     f"the vLLM server at {self.url} was not healthy within {self.config.start_timeout:g} s",
-                    fix=f"raise vllm.start_timeout, or look at its log {self.log or ''}".rstrip(),
+                    fix=f"raise rollout.vllm.start_timeout, or look at its log {self.log or ''}".rstrip(),
                 )
             time.sleep(_POLL)
 
@@ -166,7 +166,7 @@ class VLLMServer:
         state = f"it ended with {self.process.returncode}" if ended and self.process else "it runs"
         return RolloutError(
             f"the vLLM server at {self.url} did not answer ({what}); {state}",
-            fix=f"look at its log {self.log}" if self.log else "look at its log; raise vllm.request_timeout",
+            fix=f"look at its log {self.log}" if self.log else "look at its log; raise rollout.vllm.request_timeout",
         )
 
     def _last(self) -> str:

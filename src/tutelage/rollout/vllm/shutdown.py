@@ -23,7 +23,7 @@ def keep_trainers_group(engine: Any) -> None:
     if finalizer is None:
         raise RolloutError(
             f"vLLM {vllm_version()} cannot be colocated with a trainer of several ranks here",
-            fix=f"install vLLM {SEEN_IN[0]}, or set vllm.mode to separate",
+            fix=f"install vLLM {SEEN_IN[0]}, or set rollout.vllm.mode to separate",
         )
     finalizer.detach()
 

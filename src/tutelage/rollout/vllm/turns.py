@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +21,12 @@ class TakingTurns:
 
     publish wakes the weights, fills them, gives back what the trainer's allocator holds unused, and wakes the KV cache
     last.  level 0: nothing sleeps.
+    adapter  writes the policy's adapter into a folder, for an engine that takes adapters; None: whole weights.
     """
 
-    def __init__(self, rollout: VLLMRollout, level: int) -> None:
+    def __init__(self, rollout: VLLMRollout, level: int, adapter: Callable[[Path], None] | None = None) -> None:
         self.rollout = rollout
+        self.adapter = adapter
         self.level = level
         self.asleep = False
 
@@ -41,7 +45,15 @@ class TakingTurns:
             self.asleep = True
 
     def publish(self, version: int) -> None:
-        self._awake(lambda: self.rollout.publish(version))
+        self._awake(lambda: self._published(version))
+
+    def _published(self, version: int) -> None:
+        if self.adapter is None:
+            self.rollout.publish(version)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            self.adapter(Path(folder))
+            self.rollout.load_adapter(folder, version)
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._awake(lambda: self.rollout.load_weights(named, version))

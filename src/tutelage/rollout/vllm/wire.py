@@ -74,7 +74,7 @@ def _lost(error: Exception, timeout: float) -> RolloutError:
     first = str(error).splitlines()[0][:300]
     return RolloutError(
         f"the weights' process group failed (timeout {timeout:g} s): {first}",
-        fix="look for the trainer's or the engine's own error; raise vllm.transfer_timeout if a member is only slow",
+        fix="look for the trainer's or the engine's own error; raise rollout.vllm.transfer_timeout for a slow one",
     )
 
 

@@ -5,6 +5,8 @@ Everything below this file imports ray; this file does not, so that its absence 
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,12 +35,19 @@ def ray_transport(
 
     Raises MissingExtraError where ray is not installed.
     """
-    try:
-        import ray  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError(
-            "cluster.transport is ray, and ray is not installed", fix="pip install 'tutelage[ray]'"
-        ) from error
+    require_installed()
     from tutelage.transport.ray.transport import RayTransport
 
     return RayTransport(cluster, log_dir=log_dir, progress=progress, event=event)
+
+
+def require_installed() -> None:
+    """Raises MissingExtraError where ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise MissingExtraError("cluster.transport is ray, and ray is not installed", fix="pip install 'tutelage[ray]'")
+
+
+def connected() -> bool:
+    """Whether this process is connected to a Ray cluster already."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())

@@ -16,6 +16,9 @@ from tutelage.errors import ClusterError
 
 PROBE = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='error'); ray.shutdown()"
 
+WANTS_TOKEN = "InvalidAuthToken"
+"""What Ray says where a cluster was started with token authentication."""
+
 
 @dataclass(frozen=True)
 class Connection:
@@ -76,6 +79,9 @@ def require_ray(address: str, seconds: float) -> None:
     try:
         done = subprocess.run([sys.executable, "-c", PROBE, address], capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired as error:
+        said = (error.stderr or b"").decode(errors="replace")
+        if WANTS_TOKEN in said:
+            raise refused(address, said) from error
         raise ClusterError(
             f"{address} accepts connections, but no Ray cluster answered within {seconds:g} s (cluster.start_timeout)",
             fix="check that the port is Ray's (6379 for HOST:PORT, 10001 for ray://) and not taken by something else",
@@ -90,6 +96,10 @@ def refused(address: str | None, text: str) -> ClusterError:
     if "version mismatch" in text.lower():
         start = next(i for i, line in enumerate(lines) if "version mismatch" in line.lower())
         words, fix = " ".join(lines[start : start + 5]), "install the cluster's versions of ray and Python here"
+    elif WANTS_TOKEN in text:
+        words = "it asks for a token, and this process sends none or another"
+        fix = "set RAY_AUTH_MODE=token here, with the cluster's token in ~/.ray/auth_token (Ray's default where one is "
+        fix += "there), or start the nodes with RAY_AUTH_MODE=disabled"
     elif address == "auto":
         words, fix = lines[-1] if lines else "no answer", "start one on this machine: ray start --head"
     else:

@@ -150,7 +150,8 @@ class Ledger:
         lost = ClusterError(
             f"{call.pool.where(rank)} was lost while it ran {call.name}: {cause[:400]}"
             + (f"\n  its last lines:{tail}" if words else ""),
-            fix="resume from the last checkpoint, or set cluster.restarts to have its group started again",
+            fix="`tutelage resume` the run, with other cluster settings where less is left of the cluster; "
+            "cluster.restarts has the group started again at once",
         )
         lost.pool = call.pool.name
         call.pool.lost = lost

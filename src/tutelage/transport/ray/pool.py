@@ -54,6 +54,14 @@ class Pool:
     def where(self, rank: int) -> str:
         return f"rank {rank} of pool {self.name} on {self.node(rank)}"
 
+    def places(self) -> str:
+        """`pool main: ranks 0, 1 on 10.0.0.1#3fa2c1; rank 2 on 10.0.0.2#77b0e4`."""
+        ranks: dict[str, list[str]] = {}
+        for rank in range(self.size):
+            ranks.setdefault(self.node(rank), []).append(str(rank))
+        told = [f"rank{'s' if len(own) > 1 else ''} {', '.join(own)} on {node}" for node, own in ranks.items()]
+        return f"pool {self.name}: {'; '.join(told)}"
+
     def bundle(self) -> dict[str, float]:
         """What one process reserves."""
         if self.gpu:

@@ -164,6 +164,10 @@ class RayTransport:
         self.event("restart", f"pool {pool_name}: {pool.size} ranks started again on {', '.join(nodes)}")
         return tuple(dict.fromkeys(notes))
 
+    def places(self) -> tuple[str, ...]:
+        """Where the ranks of each pool run, a sentence a pool."""
+        return tuple(pool.places() for pool in self.pools.values())
+
     def lost(self) -> tuple[str, ...]:
         """Pools that take no calls until `restart`."""
         return tuple(name for name, pool in self.pools.items() if pool.lost is not None)
