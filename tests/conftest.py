@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,7 +44,6 @@ MERGES = [
     ("y", "ou"),
     (" ", "you"),
 ]
-_NONE = SimpleNamespace(params={})
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 
 
@@ -139,17 +137,6 @@ def _llama(eos_token_id: int | list[int], seed: int) -> PreTrainedModel:
         initializer_range=0.15,
     )
     return _seeded(lambda: LlamaForCausalLM(config), seed)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under `--dist loadgroup` a file stays on one worker, and everything on Ray on the same one.
-
-    Fixtures of a module are made once, and Ray starts once.
-    """
-    for item in items:
-        values = [value for value in getattr(item, "callspec", _NONE).params.values() if isinstance(value, str)]
-        on_ray = item.path.parent.name == "transport" or "ray" in values
-        item.add_marker(pytest.mark.xdist_group("ray" if on_ray else item.path.stem))
 
 
 @pytest.fixture(scope="session")

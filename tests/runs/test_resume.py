@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from tutelage.build import resume_run
 from tutelage.errors import CheckpointError
+from tutelage.mirror import fetch
 from tutelage.reports.metrics_log import read_events, read_metrics
 
 VOLATILE = ("time", "memory/")
@@ -88,3 +89,25 @@ def test_resume_without_a_checkpoint_says_how_to_start_again(run, files, tiny_ll
     (result.folder / "summary.json").unlink()
     with pytest.raises(CheckpointError, match=r"no complete checkpoint[\s\S]*tutelage run"):
         resume_run(result.folder, "plain")
+
+
+def test_a_run_goes_on_from_its_copy_on_another_machine(run, files, tiny_llama_folder, tmp_path):
+    """The copy alone, in another place; the rest of the run is the same to the bit."""
+    store = tmp_path / "store"
+    result = run(
+        "sft",
+        f"model.path={tiny_llama_folder}",
+        f"data.train={files['demonstrations']}",
+        "sft.batch_size=8",
+        "checkpoint.every=1",
+        "checkpoint.keep=9",
+        f"checkpoint.mirror=file://{store}",
+    )
+    copy = store / "sft"
+    assert sorted(p.name for p in (copy / "checkpoints").iterdir()) == [f"step_{n:06d}" for n in (1, 2, 3, 4)]
+    for later in (3, 4):
+        shutil.rmtree(copy / "checkpoints" / f"step_{later:06d}")
+    folder = fetch(f"file://{copy}", tmp_path / "elsewhere")
+    again = resume_run(folder, "plain")
+    assert again.summary["steps"] == result.summary["steps"] == 4
+    assert lasting(folder) == lasting(result.folder)

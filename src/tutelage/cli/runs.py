@@ -79,7 +79,9 @@ def _run_help(ctx: typer.Context, recipe: str | None, overrides: list[str]) -> N
 
 
 def resume(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN")],
+    run: Annotated[
+        str, typer.Argument(help="The folder of a run, or the address of its copy (checkpoint.mirror).", metavar="RUN")
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(help="Another cluster to go on with; other settings stay.", metavar="[cluster.a=b]..."),
@@ -88,6 +90,7 @@ def resume(
     plain: Plain = False,
 ) -> None:
     """Go on with a run from its last checkpoint."""
+    folder = _fetched(run) if "://" in run else Path(run)
     require_run(folder)
     from tutelage.build import resume_run
 
@@ -95,6 +98,15 @@ def resume(
     with interruptible(folder.parent, resumed=folder):
         result = resume_run(folder, display=display, overrides=overrides or [])
     _finish(result, display)
+
+
+def _fetched(url: str) -> Path:
+    """A run folder below ./runs, made from a copy in an object store."""
+    from tutelage.mirror import fetch
+
+    folder = fetch(url, Path("runs"))
+    typer.echo(f"fetched {url} to {folder}", err=True)
+    return folder
 
 
 def _finish(result: RunResult, display: Display) -> None:
