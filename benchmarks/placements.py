@@ -50,18 +50,18 @@ PLACEMENTS = (
 )
 BASE = (
     "model.lora_rank=8",
-    "data.max_prompt_tokens=64",
+    "data.max_prompt_tokens=48",
     "data.max_bad_fraction=1.0",
     "data.limit=200",
-    "rollout.max_new_tokens=24",
-    "reward.rules=[{function: 'length_range(low=8, high=16)'}]",
+    "rollout.max_new_tokens=16",
+    "reward.rules=[{function: 'length_range(low=5, high=11)'}]",
     "optim.lr=1e-4",
     "optim.tokens_per_micro_batch=1024",
-    "evaluation.prompts=4",
+    "evaluation.prompts=2",
 )
 OWN = {
-    "ppo": ("rollout.prompts_per_step=8", "ppo.epochs=1", "ppo.minibatches=2"),
-    "grpo": ("rollout.prompts_per_step=2", "rollout.samples_per_prompt=4"),
+    "ppo": ("rollout.prompts_per_step=4", "ppo.epochs=1", "ppo.minibatches=1"),
+    "grpo": ("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2"),
 }
 
 

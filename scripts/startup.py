@@ -35,8 +35,8 @@ PARTS = (
     "import of ray",
     "ray.init",
     "pools placed",
-    "processes up, with their imports",
-    "roles built",
+    "worker processes up",
+    "roles built (on Ray: with the imports of the worker)",
     "run folder and training",
     "end",
 )
@@ -46,22 +46,23 @@ PARTS = (
 
 
 def command_table() -> tuple[list[str], float]:
-    """Rows of the first table, and the median of `tutelage --help`."""
-    rows, medians = ["| command | median | fastest | slowest |", "|---|---|---|---|"], []
-    for words in (("--help",), ("recipes",), ("run", "--help")):
-        seconds = [seconds_of([*COMMAND, *words]) for _ in range(CALLS)]
-        medians.append(statistics.median(seconds))
-        figures = " | ".join(f"{value:.2f} s" for value in (medians[-1], min(seconds), max(seconds)))
-        rows.append(f"| `tutelage {' '.join(words)}` ({CALLS} calls) | {figures} |")
-    bare = [seconds_of([sys.executable, "-c", "pass"]) for _ in range(CALLS)]
-    rows.append(f"| `python -c pass` | {statistics.median(bare):.2f} s | {min(bare):.2f} s | {max(bare):.2f} s |")
+    """Rows of the first table, and the median wall seconds of `tutelage --help`."""
+    rows, medians = ["| command | median | fastest | slowest | CPU, median |", "|---|---|---|---|---|"], []
+    commands = {f"tutelage {words}": [*COMMAND, *words.split()] for words in ("--help", "recipes", "run --help")}
+    for name, command in {**commands, "python -c pass": [sys.executable, "-c", "pass"]}.items():
+        calls = [seconds_of(command) for _ in range(CALLS)]
+        wall, cpu = ([call[kind] for call in calls] for kind in (0, 1))
+        medians.append(statistics.median(wall))
+        figures = " | ".join(f"{value:.2f} s" for value in (medians[-1], min(wall), max(wall), statistics.median(cpu)))
+        rows.append(f"| `{name}` ({CALLS} calls) | {figures} |")
     return rows, medians[0]
 
 
-def seconds_of(command: list[str]) -> float:
-    started = time.perf_counter()
+def seconds_of(command: list[str]) -> tuple[float, float]:
+    """Wall and CPU seconds of a process."""
+    started, used = time.perf_counter(), cpu_seconds()
     subprocess.run(command, check=True, capture_output=True, timeout=WAIT_S)
-    return time.perf_counter() - started
+    return time.perf_counter() - started, cpu_seconds() - used
 
 
 # ---- one run, in a process of its own ----
@@ -101,11 +102,11 @@ def measured_run(root: Path, transport: str, steps: int) -> dict[str, Any]:
             from tutelage.transport.ray import transport as ray
         watch(ray, "connect", parts, "ray.init")
         watch(ray, "place", parts, "pools placed")
-        watch(ray, "find_homes", parts, "processes up, with their imports")
-        watch(ray.RayTransport, "_host", parts, "roles built")
+        watch(ray, "find_homes", parts, "worker processes up")
+        watch(ray.RayTransport, "_host", parts, "roles built (on Ray: with the imports of the worker)")
         watch(ray.RayTransport, "close", parts, "end")
     else:
-        watch(LocalTransport, "start", parts, "roles built")
+        watch(LocalTransport, "start", parts, "roles built (on Ray: with the imports of the worker)")
     for name in ("start_folder", "assemble", "finish"):
         watch(run, name, parts, "run folder and training")
     for name in ("stage_data", "build_stage", "require_named", "require_ready"):
@@ -163,7 +164,7 @@ def run_tables(steps: int, repeats: int) -> list[str]:
     rest = [found["wall"] - sum(found["parts"].values()) for found in (local, ray)]
     rows.append(row("start of Python, the recipe, what is left", *rest))
     rows.append(row("**all**", local["wall"], ray["wall"]))
-    rows.append(row("CPU seconds of the driver and what it waited for", local["cpu"], ray["cpu"]))
+    rows.append(row("CPU of the process itself", local["cpu"], ray["cpu"]))
     rows += ["", "| a step | local | ray | difference |", "|---|---|---|---|"]
     rows.append(row("the first", local["steps"][0], ray["steps"][0], 4))
     warm = [statistics.median(found["steps"][len(found["steps"]) // 2 :]) for found in (local, ray)]

@@ -264,9 +264,18 @@ def metric_difference(ours: Path, theirs: Path) -> float:
     return max((abs(x - y) / (1 + abs(y)) for x, y in pairs if x == x or y == y), default=0.0)
 
 
+def weights(folder: Path) -> dict[str, Any]:
+    """All tensors of a model folder, whose files are one a rank."""
+    tensors = {
+        name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
+    assert tensors, f"{folder} holds no weights"
+    return tensors
+
+
 def weight_difference(ours: Path, theirs: Path, step: int) -> float:
     """Largest |difference| of the policy's weights after a step."""
-    a, b = (load_file(run / f"checkpoints/step_{step:06d}/model/model.safetensors") for run in (ours, theirs))
+    a, b = (weights(run / f"checkpoints/step_{step:06d}/model") for run in (ours, theirs))
     assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 

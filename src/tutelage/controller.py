@@ -21,7 +21,7 @@ from tutelage.evals.evaluation import Evaluation, Evaluator
 from tutelage.mirror import Mirror
 from tutelage.protocols import BatchSource, Tracker, Transport
 from tutelage.reports.display import Display
-from tutelage.reports.metrics_log import MetricsLog
+from tutelage.reports.metrics_log import MetricsLog, read_events
 from tutelage.runfolder import write_json
 from tutelage.schedules import Schedule
 from tutelage.transport.roleset import RoleSet
@@ -285,7 +285,10 @@ class Controller:
             self.alarms.load_state(saved["alarms"])
         if self.evaluator is not None:
             self.evaluator.load_state(saved["evaluator"])
+        ended = [event["message"] for event in read_events(self.folder) if event["kind"] == "error"]
         dropped = self.log.truncate_after(self.done)
+        if ended and ended[-1] not in [event["message"] for event in read_events(self.folder)]:
+            self.log.event(self.done, "error", ended[-1])  # why it had stopped stays on record
         self.log.event(self.done, "resume", f"resumed from {path.name}; {dropped} later steps are taken again")
         if "actor" in self.schedule.algorithm.PUBLISHED:
             self.roles.actor.publish(self.done).gather()

@@ -114,6 +114,14 @@ def test_what_cannot_work_is_refused_with_the_key(overrides: list[str], said: st
     assert said in str(error.value)
 
 
+def test_keys_of_the_runtime_environment() -> None:
+    cluster(RAY, "cluster.runtime_env={pip: [x], my_plugin: {}, env_vars: {A: '1'}}")
+    with pytest.raises(ConfigError, match=r"runtime_env\.working_dr .* Did you mean working_dir\?"):
+        cluster(RAY, "cluster.runtime_env.working_dr=.")
+    with pytest.raises(ConfigError, match=r"env_vars\.A is 1 .*write it in quotes"):
+        cluster(RAY, "cluster.runtime_env.env_vars.A=1")
+
+
 def test_vllm_in_a_process_of_its_own_needs_ray() -> None:
     with pytest.raises(ConfigError, match=r"set cluster\.transport=ray"):
         cluster("rollout.engine=vllm", "rollout.vllm.mode=separate")

@@ -25,7 +25,7 @@ def found(short_folder: Path) -> dict[str, two_nodes.Outcome]:
 def on(out: two_nodes.Outcome, event: str) -> list[set[str]]:
     """The hosts of the ranks in each event of a kind that says where they run."""
     told = [fact for fact in out.facts if fact.startswith(f"{event}, ") and "pool main:" in fact]
-    return [set(re.findall(r" on (\S+)#", fact)) for fact in told]
+    return [set(re.findall(r" on (\S+)#", fact.rpartition("pool main:")[2])) for fact in told]
 
 
 def test_a_role_group_over_two_nodes_trains_and_says_where_it_ran(found):

@@ -78,6 +78,16 @@ def test_a_restart_is_in_the_events_with_where_the_group_is_and_later_steps_are_
     )
 
 
+def test_why_a_run_had_stopped_outlasts_the_steps_that_are_taken_again(tmp_path: Path) -> None:
+    running = in_step_4(tmp_path, lambda error: "", 0)
+    running.log.event(1, "error", "an old one")
+    running.log.event(3, "error", "rank 1 was lost")
+    running.restore(Path("step_000002"), lambda saved: None)
+    running.restore(Path("step_000002"), lambda saved: None)
+    told = [(event["step"], event["message"]) for event in read_events(tmp_path) if event["kind"] == "error"]
+    assert told == [(1, "an old one"), (2, "rank 1 was lost")]
+
+
 def test_the_next_loss_ends_a_run_that_may_start_again_once(tmp_path: Path) -> None:
     running = in_step_4(tmp_path, lambda error: "", 1)
     running.step_or_recover()

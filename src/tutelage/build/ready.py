@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def require_ready(cfg: AnyConfig, data: StageData, roles: tuple[str, ...]) -> No
     """Raises ModelError, ConfigError, ClusterError or RolloutError for what building would refuse."""
     require_embeddings(cfg, data)
     require_layouts(cfg, roles)
+    require_code(cfg)
     require_room(cfg, roles)
     if _serves(cfg):
         require_engine(cfg, data)
@@ -55,6 +57,21 @@ def require_embeddings(cfg: AnyConfig, data: StageData) -> None:
             f"the tokenizer of {path} has {tokens} tokens, the model {embeddings} embeddings",
             fix="use the tokenizer that the model was trained with",
         )
+
+
+def require_code(cfg: AnyConfig) -> None:
+    """What a runtime environment ships from here must be here."""
+    env = cfg.cluster.runtime_env
+    if cfg.cluster.transport == "local":
+        return
+    shipped = {"working_dir": env.get("working_dir"), "py_modules": env.get("py_modules")}
+    for key, value in shipped.items():
+        for path in value if isinstance(value, list) else [value]:
+            if isinstance(path, str) and "://" not in path and not Path(path).expanduser().exists():
+                raise ConfigError(
+                    f"cluster.runtime_env.{key} is {path}, which does not exist",
+                    fix="give a folder or an archive of this machine, or a URI",
+                )
 
 
 def require_room(cfg: AnyConfig, roles: tuple[str, ...]) -> None:

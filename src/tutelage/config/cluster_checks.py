@@ -16,6 +16,25 @@ if TYPE_CHECKING:
 
 ROLES = ("actor", "critic", "reference", "reward", "rollout")
 DEFAULT = "default"
+RUNTIME_ENV = (
+    "working_dir",
+    "py_modules",
+    "py_executable",
+    "excludes",
+    "pip",
+    "uv",
+    "conda",
+    "env_vars",
+    "container",
+    "image_uri",
+    "worker_process_setup_hook",
+    "nsight",
+    "rocprof-sys",
+    "mpi",
+    "java_jars",
+    "config",
+)
+"""Keys of a runtime environment that Ray itself reads, or read (Ray 2.40 to 2.60)."""
 
 
 def cluster_problems(config: AnyConfig, where: Mapping[str, object]) -> list[str]:
@@ -36,6 +55,7 @@ def cluster_problems(config: AnyConfig, where: Mapping[str, object]) -> list[str
         if role not in (*ROLES, DEFAULT):
             known = (*ROLES, DEFAULT)
             problems.append(f"cluster.layout.{role} is not a role.{closest(role, known)} Known: {', '.join(known)}")
+    problems += _runtime_env_problems(config, where)
     if problems:
         return problems
     for role in ROLES:
@@ -53,6 +73,22 @@ def cluster_problems(config: AnyConfig, where: Mapping[str, object]) -> list[str
         )
     if isinstance(config, RewardModelConfig):
         problems += _reward_model_problems(config, cluster.layout_of("reward"), where)
+    return problems
+
+
+def _runtime_env_problems(config: AnyConfig, where: Mapping[str, object]) -> list[str]:
+    """Ray takes any key, for plugins: refused is what looks like a misspelt one."""
+    given, problems = config.cluster.runtime_env, []
+    for key in given:
+        hint = "" if key in RUNTIME_ENV else closest(key, RUNTIME_ENV)
+        if hint:
+            name = f"cluster.runtime_env.{key}"
+            problems.append(f"{name}{_at(name, where)} is nothing that Ray reads.{hint}")
+    variables = given.get("env_vars", {})
+    for name, value in variables.items() if isinstance(variables, dict) else ():
+        if not isinstance(value, str):
+            key = f"cluster.runtime_env.env_vars.{name}"
+            problems.append(f"{key} is {value!r}{_at(key, where)}: Ray takes text alone, write it in quotes")
     return problems
 
 

@@ -93,6 +93,7 @@ class Ledger:
             self.open.remove(call)
             if call.failure is not None and not call.announced:
                 call.announced = True
+                call.pool.told |= isinstance(call.failure, ClusterError) and call.failure.pool == call.pool.name
                 raise call.failure
 
     def poll(self, seconds: float) -> None:
@@ -205,10 +206,11 @@ class Ledger:
                 self._done(call, error)
 
     def forget(self, pool: Pool, failure: BaseException) -> None:
-        """Close the open calls of a pool that is started again, without telling their errors once more."""
+        """Close the calls of a pool that is started again; several may have failed of one loss, which is told once."""
         for call in self.open:
-            if call.pool is pool and not call.settled:
-                self._done(call, failure)
+            if call.pool is pool:
+                if not call.settled:
+                    self._done(call, failure)
                 call.announced = True
 
     def take_seconds(self) -> dict[tuple[str, str], float]:

@@ -28,6 +28,7 @@ class Pool:
     """A group of ranks with the roles they host.
 
     lost  the error that says which rank is gone; a pool that lost a rank takes no calls until it is started again.
+    told  whether the driver was told of it.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Pool:
     workers: list[Any] = field(default_factory=list)
     homes: list[Home] = field(default_factory=list)
     lost: ClusterError | None = None
+    told: bool = False
 
     @property
     def size(self) -> int:

@@ -159,7 +159,7 @@ class RayTransport:
         spawn(pool, self.cluster, self.run, inherit=self._connection.own)
         call, refs = self._start(pool)
         notes = self._host(pool, call, refs)
-        pool.lost = None
+        pool.lost, pool.told = None, False
         nodes = sorted({pool.node(rank) for rank in range(pool.size)})
         self.event("restart", f"pool {pool_name}: {pool.size} ranks started again on {', '.join(nodes)}")
         return tuple(dict.fromkeys(notes))
@@ -181,7 +181,8 @@ class RayTransport:
             return
         self.ledger.poll(0)
         for call in self.ledger.open:
-            if call.settled and call.failure is not None and not call.announced:
+            again = call.pool.told and isinstance(call.failure, ClusterError)  # of a loss that was told
+            if call.settled and call.failure is not None and not call.announced and not again:
                 self.event("error", f"{call.name} failed and nobody waited for it: {call.failure}")
         self.watch.close()
         for pool in self.pools.values():
