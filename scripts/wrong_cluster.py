@@ -330,6 +330,7 @@ def cluster_at(port: int) -> Iterator[None]:
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env={**os.environ, "RAY_AUTH_MODE": "disabled"},  # a head asks for a token where an account has one
             start_new_session=True,
         )
         try:
@@ -397,7 +398,7 @@ def in_process(root: Path, case: Case) -> Outcome:
             out, err = process.communicate()
             err += f"\n(no answer within {WAIT_S} s)"
         seconds = time.perf_counter() - started
-    message = err + (out if process.returncode == 0 else "")
+    message = (err + (out if process.returncode == 0 else "")).replace(sys.prefix, "ENVIRONMENT")
     outcome = outcome_of(root, args, process.returncode, seconds, message, folders)
     outcome.facts.append(f"{cpu_seconds() - used:.1f} s of CPU")
     return outcome

@@ -32,7 +32,7 @@ def _rank(function: Callable[..., Any], rank: int, world: int, folder: str, args
     home = Path(folder)
     try:
         torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{home / 'store'}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+            "gloo", init_method=f"file://{home / 'store'}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
         )
         torch.save(function(rank, world, *args), home / f"result_{rank}.pt")
         torch.distributed.barrier()
@@ -42,7 +42,7 @@ def _rank(function: Callable[..., Any], rank: int, world: int, folder: str, args
         raise
 
 
-def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 240) -> list[Any]:
     """function(rank, world, *args) in `world` processes; a module-level function, arguments and results picklable.
 
     Fails with the first rank's traceback as soon as one rank failed, and after `timeout` seconds.

@@ -89,7 +89,7 @@ SAYS = {
     ),
     "larger_tokenizer_vllm": Says("ModelError", ("models/swapped has 148 tokens", "98 embeddings"), 1),
     "other_tokenizer": Says(
-        "RolloutError", ("token '~' is 3 for the policy and 97 in models/served", "policy's own folder"), 1
+        "RolloutError", ("token ' ' is 97 for the policy and 3 in models/served", "policy's own folder"), 1
     ),
     "short_engine": Says(
         "ConfigError",

@@ -78,7 +78,8 @@ def require_same_vocabulary(tokenizer: Any, model: str, model_config: Any) -> No
     ours, theirs = tokenizer.get_vocab(), load_tokenizer(model).get_vocab()
     if ours == theirs:
         return
-    names = sorted(ours.keys() | theirs.keys(), key=lambda name: min(ours.get(name, size), theirs.get(name, size)))
+    places = {name: min(ours.get(name, size), theirs.get(name, size)) for name in ours.keys() | theirs.keys()}
+    names = sorted(places, key=lambda name: (places[name], name))
     first = next(name for name in names if ours.get(name) != theirs.get(name))
     raise RolloutError(
         f"token {first!r} is {ours.get(first)} for the policy and {theirs.get(first)} in {model}",
