@@ -6,6 +6,7 @@ The cases are those of scripts/wrong_cluster.py; what each must say is written h
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -110,6 +111,7 @@ SAYS = {
 }
 CASES = {case.name: case for case in script.CASES if case.name in SAYS}
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
 NEEDS_CPU = ("no_gpu", "head_size")
 
 
@@ -121,7 +123,7 @@ def params(*, starts: bool) -> list[Any]:
             continue
         marks = [ON_CPU] if case.name in NEEDS_CPU else []
         marks += [pytest.mark.slow] if starts else []
-        marks += [pytest.mark.vllm] if case.starts == "vllm" else []
+        marks += [pytest.mark.vllm, NEEDS_VLLM] if case.starts == "vllm" else []
         found.append(pytest.param(case, id=case.name, marks=marks))
     return found
 
