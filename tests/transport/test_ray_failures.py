@@ -24,13 +24,13 @@ def events():
 
 @pytest.fixture(scope="module")
 def transport(events):
-    """Two ranks and one: collectives give up after 10 seconds, calls after 20."""
+    """Two ranks and one: collectives give up after 10 seconds, calls after 90."""
     ray_kit.shared_ray()
     cluster = ray_kit.cluster(
         pools={"pair": 2, "single": 1},
         place={"single": "single"},
         collective_timeout=10,
-        call_timeout=20,
+        call_timeout=90,
         start_timeout=20,
     )
     running = ray_transport(cluster, event=lambda kind, message: events.append((kind, message)))
@@ -81,7 +81,7 @@ def test_the_error_of_one_rank_counts_and_not_the_timeout_of_its_peer(transport,
     start = time.monotonic()
     with pytest.raises(RolloutError, match="rank refuses") as caught:
         transport.roles_.toy.collective(orders).gather()
-    assert time.monotonic() - start < 4  # the peer still waits in its collective
+    assert time.monotonic() - start < 9  # the peer still waits in its collective
     assert note_of(caught.value).startswith(f"in toy.collective, rank {bad} of pool pair on ")
     assert transport.roles_.toy.who().gather() == [0, 1]  # after the peer gave up, the pool works
 
@@ -124,7 +124,7 @@ def test_a_call_that_does_not_end_is_given_up_with_the_ranks_that_are_late(trans
         with pytest.raises(ClusterError, match=r"single\.nap has not ended within 5 s .*rank 0 of pool single"):
             transport.roles_.single.nap(30.0).gather()
     finally:
-        transport.ledger.call_timeout = 20.0
+        transport.ledger.call_timeout = 90.0
     transport.restart("single")
     assert transport.roles_.single.nap(0.0).gather() == "awake"
 

@@ -20,7 +20,7 @@ from tutelage.transport.ray.pool import Pool
 from tutelage.transport.ray.wire import Report
 
 SLICE = 0.2
-GRACE = 15.0
+GRACE = 30.0
 
 
 @dataclass(frozen=True)
