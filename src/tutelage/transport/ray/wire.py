@@ -116,7 +116,16 @@ def _pickled(error: BaseException, trace: str) -> bytes:
     return pickle.dumps(TrainingError(f"{type(error).__name__}: {error}\n{trace}"))
 
 
-ECHOES = ("gloo", "nccl", "closed by peer", "connection reset", "timed out waiting", "wait timeout", "socket timeout")
+ECHOES = (
+    "gloo",
+    "nccl",
+    "closed by peer",
+    "connection reset",
+    "timed out waiting",
+    "wait timeout",
+    "socket timeout",
+    "application timeout",
+)
 
 
 def is_echo(error: BaseException) -> bool:
