@@ -62,6 +62,27 @@ def test_a_checkpoint_that_was_deleted_here_is_deleted_there(tmp_path: Path, sto
     assert store.exists("/bucket/ppo/checkpoints/step_000010/state.json")
 
 
+def test_the_copy_of_another_run_is_not_taken_over(tmp_path: Path, store: object) -> None:
+    folder = run_folder(tmp_path)
+    mirror = Mirror.of("memory://bucket", folder)
+    mirror.require_free()
+    mirror.push(folder)
+    with pytest.raises(CheckpointError, match=r"holds the checkpoints of a run already, the newest of step 5"):
+        mirror.require_free()
+
+
+def test_a_checkpoint_that_was_written_again_goes_up_again(tmp_path: Path, store) -> None:
+    """The same step of a run that went on from an earlier one: the name says nothing."""
+    folder = run_folder(tmp_path)
+    mirror = Mirror.of("memory://bucket", folder)
+    mirror.push(folder)
+    place = folder / "checkpoints" / "step_000005"
+    (place / "actor" / "index.json").write_text("other weights")
+    (place / "state.json").write_text('{"seconds": 2}')
+    mirror.push(folder)
+    assert store.cat_file("/bucket/ppo/checkpoints/step_000005/actor/index.json") == b"other weights"
+
+
 def test_a_copy_that_broke_off_is_not_taken(tmp_path: Path, store) -> None:
     """What marks a checkpoint as complete goes up last."""
     folder = run_folder(tmp_path)

@@ -321,6 +321,8 @@ class Controller:
             **extra,
         }
         write_json(self.folder / "summary.json", summary)
+        if self.mirror is not None:
+            self.copy_out(self.mirror)
         return summary
 
 

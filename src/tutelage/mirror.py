@@ -20,7 +20,7 @@ from tutelage.checkpoints import COMPLETE, Checkpoints
 from tutelage.errors import CheckpointError, MissingExtraError
 
 CHECKPOINTS = "checkpoints"
-BESIDE = ("config.yaml", "lineage.json", "preflight.json", "metrics.jsonl", "events.jsonl")
+BESIDE = ("config.yaml", "lineage.json", "preflight.json", "metrics.jsonl", "events.jsonl", "summary.json")
 
 
 def store(url: str) -> tuple[Any, str]:
@@ -48,6 +48,19 @@ class Mirror:
         """The copy of a run folder below a place."""
         return cls(f"{place.rstrip('/')}/{folder.name}")
 
+    def require_free(self) -> None:
+        """Raises CheckpointError, before work is done, where the copy of another run is."""
+        fs, root = store(self.url)
+        try:
+            steps = steps_in(fs, root)
+        except Exception as error:
+            raise self._failed("cannot be looked at", error) from error
+        if steps:
+            raise CheckpointError(
+                f"{self.url} holds the checkpoints of a run already, the newest of step {steps[-1]}",
+                fix=f"go on with it (`tutelage resume {self.url}`), or give this run another name or checkpoint.mirror",
+            )
+
     def require_writable(self) -> None:
         """Raises CheckpointError, before work is done, where nothing can be written."""
         fs, root = store(self.url)
@@ -59,7 +72,7 @@ class Mirror:
             raise self._failed("cannot be written", error) from error
 
     def push(self, folder: Path) -> None:
-        """Bring the copy up to date with the run folder: new checkpoints go up, those that are gone there go here too.
+        """Bring the copy up to date: checkpoints that are new or were written again go up, those that are gone go.
 
         Raises CheckpointError where the store refuses.
         """
@@ -67,18 +80,22 @@ class Mirror:
         local = Checkpoints(folder / CHECKPOINTS, "", 1)
         try:
             there = set(steps_in(fs, root))
+            same = {step for step in there & set(local.steps()) if self._same(fs, root, folder, step)}
             for name in BESIDE:
                 if (folder / name).is_file():
                     fs.put_file(str(folder / name), f"{root}/{name}")
-            for step in local.steps():
-                if step not in there:
-                    put_checkpoint(
-                        fs, folder / CHECKPOINTS / step_name(step), f"{root}/{CHECKPOINTS}/{step_name(step)}"
-                    )
-            for step in there - set(local.steps()):
+            for step in there - same:
                 fs.rm(f"{root}/{CHECKPOINTS}/{step_name(step)}", recursive=True)
+            for name in (step_name(step) for step in local.steps() if step not in same):
+                put_checkpoint(fs, folder / CHECKPOINTS / name, f"{root}/{CHECKPOINTS}/{name}")
         except Exception as error:
             raise self._failed("cannot be brought up to date", error) from error
+
+    @staticmethod
+    def _same(fs: Any, root: str, folder: Path, step: int) -> bool:
+        """Whether the copy of a checkpoint is of this one: its state.json holds the seconds of the run so far."""
+        place = f"{CHECKPOINTS}/{step_name(step)}/{COMPLETE}"
+        return bool(fs.cat_file(f"{root}/{place}") == (folder / place).read_bytes())
 
     def _failed(self, what: str, error: Exception) -> CheckpointError:
         return CheckpointError(

@@ -135,6 +135,18 @@ class Transport(Protocol):
         """Seconds that each pool worked since the last call."""
         ...
 
+    def places(self) -> tuple[str, ...]:
+        """Where the ranks of each pool run, in words; nothing for one process."""
+        ...
+
+    def lost(self) -> tuple[str, ...]:
+        """Pools that take no calls until `restart`."""
+        ...
+
+    def restart(self, pool: str, /) -> tuple[str, ...]:
+        """Start a pool again, its roles as the builder makes them, and what it notes."""
+        ...
+
     def attach(self, folder: Path) -> None:
         """The run has a folder: it must be seen wherever roles run, and their output is kept in it."""
         ...

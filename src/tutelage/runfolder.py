@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,20 @@ def create(output_dir: str, name: str) -> Path:
     return folder
 
 
+def names_of(wanted: Path) -> Iterator[Path]:
+    """`wanted`, `wanted-2`, `wanted-3`..."""
+    yield wanted
+    yield from (wanted.with_name(f"{wanted.name}-{number}") for number in range(2, 10_000))
+
+
+def next_name(output_dir: str, name: str) -> str:
+    """The name that `create` would give a run folder at this moment."""
+    return next((folder.name for folder in names_of(Path(output_dir) / name) if not folder.exists()), name)
+
+
 def fresh(wanted: Path) -> Path:
     """Make the folder `wanted`, or the first free one of `wanted-2`, `wanted-3`...  Raises CheckpointError."""
-    for number in range(1, 10_000):
-        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+    for folder in names_of(wanted):
         try:
             folder.mkdir(parents=True)
         except FileExistsError:

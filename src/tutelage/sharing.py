@@ -5,6 +5,7 @@ Shapes: B items of the mini-batch, b items of the part.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,10 +77,11 @@ def balanced(tokens_B: Tensor, count: int) -> list[Tensor]:
     (Longest processing time first, Graham 1969: the fullest part is within 4/3 of the best possible.)  Parts may be
     empty where there are fewer items than parts.
     """
-    load = [0] * count
     parts: list[list[int]] = [[] for _ in range(count)]
-    for item in torch.argsort(tokens_B, descending=True, stable=True).tolist():
-        least = min(range(count), key=lambda part: (load[part], len(parts[part]), part))
-        parts[least].append(item)
-        load[least] += int(tokens_B[item])
+    least = [(0, 0, part) for part in range(count)]  # (tokens, items, part): a heap
+    order_B = torch.argsort(tokens_B, descending=True, stable=True)
+    for item, tokens in zip(order_B.tolist(), tokens_B[order_B].tolist(), strict=True):
+        load, items, part = least[0]
+        parts[part].append(item)
+        heapq.heapreplace(least, (load + tokens, items + 1, part))
     return [torch.tensor(sorted(part), dtype=torch.int64) for part in parts]

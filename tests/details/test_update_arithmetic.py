@@ -104,7 +104,7 @@ def orders(built, batch, step=0, **settings):
     numbered = many.adding(samples=torch.arange(18))
     roles = Noted()
     state = ppo.initial_state(cfg)
-    ppo.learn(numbered, roles, cfg, ppo.PPOState(step, state.kl))
+    ppo.learn(numbered, roles, cfg, ppo.PolicyState(step, state.kl))
     assert [len(part) for part in roles.seen] == [9] * 6
     return [roles.seen[i] + roles.seen[i + 1] for i in (0, 2, 4)]
 

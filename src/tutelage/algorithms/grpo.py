@@ -7,17 +7,18 @@ Shapes: B sequences, T response tokens, R flat response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from tutelage.algorithms import policy
 from tutelage.algorithms.policy import (
     PolicyLoss,
+    PolicyState,
     budget_scale,
     corrected,
-    initial_kl,
+    generate,
     masked_row_sum,
     reference_stats,
     rollout_stats,
@@ -29,12 +30,12 @@ from tutelage.algorithms.policy import (
 from tutelage.config.grpo import GRPOConfig
 from tutelage.math.group_advantages import Groups, group_advantages, group_statistics
 from tutelage.math.kl import KL_ESTIMATORS
-from tutelage.math.kl_control import KLController, kl_controller_from_state
 from tutelage.types import Ragged, Rollout, Stat, Stats
 
 ROLES: tuple[str, ...] = ("actor", "reference", "reward")
 PREFIXES = {"actor": "policy"}
 PUBLISHED: tuple[str, ...] = ("actor",)
+initial_state, state_from = policy.initial_state, policy.state_from
 
 
 def roles_needed(cfg: GRPOConfig) -> tuple[str, ...]:
@@ -42,33 +43,9 @@ def roles_needed(cfg: GRPOConfig) -> tuple[str, ...]:
     return ROLES if cfg.kl.coef > 0 else ("actor", "reward")
 
 
-@dataclass(frozen=True)
-class GRPOState:
-    """What a step depends on besides weights: the step, and the KL controller."""
-
-    step: int
-    kl: KLController
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "kl": self.kl.state_dict()}
-
-
-def initial_state(cfg: GRPOConfig) -> GRPOState:
-    return GRPOState(0, initial_kl(cfg))
-
-
-def state_from(saved: Mapping[str, Any]) -> GRPOState:
-    return GRPOState(saved["step"], kl_controller_from_state(saved["kl"]))
-
-
 def collect(prompts: Any, roles: Any, cfg: GRPOConfig) -> Any:
     """Prompts -> scored rollouts; works on any part of a batch that keeps a prompt's responses together."""
     return infer(generate(prompts, roles, cfg), roles, cfg)
-
-
-def generate(prompts: Any, roles: Any, cfg: GRPOConfig) -> Any:
-    """Prompts -> rollouts, which a schedule may begin ahead of their step."""
-    return roles.actor.generate(prompts)
 
 
 def infer(rollout: Any, roles: Any, cfg: GRPOConfig) -> Any:
@@ -79,7 +56,7 @@ def infer(rollout: Any, roles: Any, cfg: GRPOConfig) -> Any:
     return rollout.adding(**columns)
 
 
-def advantages(batch: Rollout, state: GRPOState, cfg: GRPOConfig) -> tuple[Rollout, GRPOState, Stats]:
+def advantages(batch: Rollout, state: PolicyState, cfg: GRPOConfig) -> tuple[Rollout, PolicyState, Stats]:
     """Scores against the group's, over the global batch, once, before it is cut."""
     batch = with_old_logprobs(batch, cfg)
     mask_BT = batch.sequences.trained.padded()
@@ -108,7 +85,7 @@ def advantages(batch: Rollout, state: GRPOState, cfg: GRPOConfig) -> tuple[Rollo
     return scored, replace(state, step=state.step + 1, kl=kl), {**stats, **group_stats(groups), **off_policy}
 
 
-def learn(batch: Any, roles: Any, cfg: GRPOConfig, state: GRPOState) -> list[dict[str, Any]]:
+def learn(batch: Any, roles: Any, cfg: GRPOConfig, state: PolicyState) -> list[dict[str, Any]]:
     """Clipped updates: `epochs` passes over the batch, each in `minibatches` parts."""
     actor = PolicyLoss(cfg, state.kl.coef)
     return [roles.update(mb, actor=actor) for mb in updates_of(batch, cfg, state.step)]

@@ -5,7 +5,7 @@ Shapes: B sequences, T response tokens, R flat response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from tutelage.config.rollouts import PolicySettings
 from tutelage.math.importance import importance_weights
 from tutelage.math.keyed import keyed_permutation, sample_key
 from tutelage.math.kl import KL_ESTIMATORS, kl_loss
-from tutelage.math.kl_control import AdaptiveKL, FixedKL, KLController
+from tutelage.math.kl_control import AdaptiveKL, FixedKL, KLController, kl_controller_from_state
 from tutelage.math.masking import aggregation_weights
 from tutelage.math.policy_loss import ppo_policy_loss
 from tutelage.types import Outputs, Ragged, Rollout, Stat, Stats
@@ -35,6 +35,30 @@ def initial_kl(cfg: PolicyConfig) -> KLController:
     if cfg.kl.controller == "adaptive":
         return AdaptiveKL(cfg.kl.coef, cfg.kl.target, cfg.kl.horizon)
     return FixedKL(cfg.kl.coef)
+
+
+@dataclass(frozen=True)
+class PolicyState:
+    """What a step depends on besides weights: the step, and the KL controller."""
+
+    step: int
+    kl: KLController
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "kl": self.kl.state_dict()}
+
+
+def initial_state(cfg: PolicyConfig) -> PolicyState:
+    return PolicyState(0, initial_kl(cfg))
+
+
+def state_from(saved: Mapping[str, Any]) -> PolicyState:
+    return PolicyState(saved["step"], kl_controller_from_state(saved["kl"]))
+
+
+def generate(prompts: Any, roles: Any, cfg: PolicyConfig) -> Any:
+    """Prompts -> rollouts, which a schedule may begin ahead of their step."""
+    return roles.actor.generate(prompts)
 
 
 def updates_of(batch: Any, cfg: PolicyConfig, step: int) -> Iterator[Any]:

@@ -6,18 +6,19 @@ and, in the schedule, weight publication.   Shapes: B sequences, T response toke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tutelage.algorithms import policy
 from tutelage.algorithms.policy import (
     PolicyLoss,
+    PolicyState,
     budget_scale,
     corrected,
-    initial_kl,
+    generate,
     masked_row_sum,
     reference_stats,
     rollout_stats,
@@ -30,42 +31,18 @@ from tutelage.algorithms.policy import (
 from tutelage.config.ppo import PPOConfig
 from tutelage.math.advantages import gae, whiten
 from tutelage.math.kl import KL_ESTIMATORS, kl_shaped_reward
-from tutelage.math.kl_control import KLController, kl_controller_from_state
 from tutelage.math.value_loss import clipped_value_loss
 from tutelage.types import Outputs, Ragged, Rollout, Stat, Stats
 
 ROLES: tuple[str, ...] = ("actor", "critic", "reference", "reward")
 PREFIXES = {"actor": "policy", "critic": "value"}
 PUBLISHED: tuple[str, ...] = ("actor",)
-
-
-@dataclass(frozen=True)
-class PPOState:
-    """What a step depends on besides weights: the step, and the KL controller."""
-
-    step: int
-    kl: KLController
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "kl": self.kl.state_dict()}
-
-
-def initial_state(cfg: PPOConfig) -> PPOState:
-    return PPOState(0, initial_kl(cfg))
-
-
-def state_from(saved: Mapping[str, Any]) -> PPOState:
-    return PPOState(saved["step"], kl_controller_from_state(saved["kl"]))
+initial_state, state_from = policy.initial_state, policy.state_from
 
 
 def collect(prompts: Any, roles: Any, cfg: PPOConfig) -> Any:
     """Prompts -> scored rollouts; works on any part of a batch."""
     return infer(generate(prompts, roles, cfg), roles, cfg)
-
-
-def generate(prompts: Any, roles: Any, cfg: PPOConfig) -> Any:
-    """Prompts -> rollouts, which a schedule may begin ahead of their step."""
-    return roles.actor.generate(prompts)
 
 
 def infer(rollout: Any, roles: Any, cfg: PPOConfig) -> Any:
@@ -78,7 +55,7 @@ def infer(rollout: Any, roles: Any, cfg: PPOConfig) -> Any:
     )
 
 
-def advantages(batch: Rollout, state: PPOState, cfg: PPOConfig) -> tuple[Rollout, PPOState, Stats]:
+def advantages(batch: Rollout, state: PolicyState, cfg: PPOConfig) -> tuple[Rollout, PolicyState, Stats]:
     """KL-shaped rewards, GAE and whitening over the global batch, once, before it is cut."""
     batch = with_old_logprobs(batch, cfg)
     trained = batch.sequences.trained
@@ -120,7 +97,7 @@ def advantages(batch: Rollout, state: PPOState, cfg: PPOConfig) -> tuple[Rollout
     return scored, state, stats
 
 
-def learn(batch: Any, roles: Any, cfg: PPOConfig, state: PPOState) -> list[dict[str, Any]]:
+def learn(batch: Any, roles: Any, cfg: PPOConfig, state: PolicyState) -> list[dict[str, Any]]:
     """Clipped updates: `epochs` passes over the batch, each in `minibatches` parts."""
     actor, critic = PolicyLoss(cfg, state.kl.coef), ValueLoss(cfg)
     return [roles.update(mb, actor=actor, critic=critic) for mb in updates_of(batch, cfg, state.step)]

@@ -19,7 +19,7 @@ from tutelage.build.paths import with_full_paths
 from tutelage.build.preemption import on_sigterm
 from tutelage.build.ready import require_extras, require_ready
 from tutelage.build.stages import Stage, build_stage
-from tutelage.build.transport import make_transport, places, restart_lost
+from tutelage.build.transport import make_transport, restart_lost
 from tutelage.checkpoints import Checkpoints
 from tutelage.config import AnyConfig, RewardModelConfig, dump_config
 from tutelage.config.checks import check_sense
@@ -61,6 +61,10 @@ def run_recipe(loaded: Loaded, display: str = "auto") -> RunResult:
     stage = build_stage(cfg, data)
     stage.notes += check_sense(cfg)
     require_ready(cfg, data, stage.names)
+    if cfg.checkpoint.mirror is not None:
+        mirror = Mirror.of(cfg.checkpoint.mirror, Path(runfolder.next_name(cfg.output_dir, cfg.name)))
+        mirror.require_free()
+        mirror.require_writable()
     show = make_display(display, training_source(cfg, len(data.prepared.train))[1], cfg.name)
     transport = make_transport(cfg, show)
     try:
@@ -176,12 +180,9 @@ def assemble(
         show.event(kind, line)
         if not first_step:
             log.event(0, kind, line)
-    for line in places(transport):
+    for line in transport.places():
         show.event("cluster", line)
         log.event(max(first_step - 1, 0), "cluster", line)
-    mirror = None if cfg.checkpoint.mirror is None else Mirror.of(cfg.checkpoint.mirror, folder)
-    if mirror is not None:
-        mirror.require_writable()
     return Controller(
         folder=folder,
         total_steps=total,
@@ -200,7 +201,7 @@ def assemble(
         display=show,
         trackers=make_trackers(cfg.tracking, folder, cfg.name, cfg.model_dump(), first_step=first_step),
         finish=lambda: spec.finish(roles),
-        mirror=mirror,
+        mirror=None if cfg.checkpoint.mirror is None else Mirror.of(cfg.checkpoint.mirror, folder),
         rebuild=lambda error: rebuild(error, cfg, transport, handles),
         restarts=cfg.cluster.restarts,
         state=algorithm.initial_state(cfg),
@@ -211,7 +212,7 @@ def rebuild(error: ClusterError, cfg: AnyConfig, transport: Transport, handles: 
     """Lost pools start again, and it is said where; where weights go over a wire of their own, it is opened again."""
     restart_lost(transport, error)
     connect(cfg, handles)
-    return "; ".join(places(transport))
+    return "; ".join(transport.places())
 
 
 def finish(controller: Controller) -> RunResult:

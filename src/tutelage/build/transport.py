@@ -23,19 +23,10 @@ def make_transport(cfg: AnyConfig, show: Display) -> Transport:
     return remote(cfg, show)
 
 
-def places(transport: Transport) -> list[str]:
-    """Where the ranks of each pool run; nothing for one process."""
-    told = getattr(transport, "places", None)
-    return [] if told is None else list(told())
-
-
 def restart_lost(transport: Transport, error: ClusterError) -> None:
     """Start every pool again that lost a rank."""
-    restart = getattr(transport, "restart", None)
-    if restart is None:
-        raise error
-    for pool in dict.fromkeys([error.pool, *transport.lost()]):  # type: ignore[attr-defined]
-        restart(pool)
+    for pool in dict.fromkeys([error.pool, *transport.lost()]):
+        transport.restart(pool)
 
 
 def remote(cfg: AnyConfig, show: Display) -> RayTransport:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
@@ -29,6 +29,7 @@ from tutelage.models.probe import choose_layout, require_head
 from tutelage.models.sharding import Sharding
 from tutelage.models.trunk import Trunk
 from tutelage.models.weights import (
+    ModelSettings,
     blocks_of,
     compute_dtype,
     cpu_has_bfloat16,
@@ -54,21 +55,6 @@ __all__ = [
     "value_from",
     "weights_size",
 ]
-
-
-class ModelSettings(Protocol):
-    """The part of `config.ModelConfig` that loading reads."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def dtype(self) -> Literal["float32", "bfloat16"]: ...
-    @property
-    def gradient_checkpointing(self) -> bool: ...
-    @property
-    def lora_rank(self) -> int: ...
-    @property
-    def lora_alpha(self) -> float: ...
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from peft import PeftModel
@@ -34,6 +34,7 @@ from tutelage.models.probe import choose_layout, require_head
 from tutelage.models.sharding import Sharding, place
 from tutelage.models.trunk import Layout, Trunk
 from tutelage.models.weights import (
+    ModelSettings,
     blocks_of,
     compute_dtype,
     keep_lowest,
@@ -45,23 +46,8 @@ from tutelage.models.weights import (
 )
 
 
-class Settings(Protocol):
-    """As `load.ModelSettings`."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def dtype(self) -> Literal["float32", "bfloat16"]: ...
-    @property
-    def gradient_checkpointing(self) -> bool: ...
-    @property
-    def lora_rank(self) -> int: ...
-    @property
-    def lora_alpha(self) -> float: ...
-
-
 def sharded_causal_lm(
-    cfg: Settings, tokenizer: PreTrainedTokenizerBase, sharding: Sharding, *, seed: int, frozen: bool
+    cfg: ModelSettings, tokenizer: PreTrainedTokenizerBase, sharding: Sharding, *, seed: int, frozen: bool
 ) -> LanguageModel:
     """`load.load_causal_lm` on the ranks of a sharding. Raises as it does, on every rank."""
     sharding = replace(sharding, dtype=compute_dtype(cfg.dtype, sharding.device.type))
@@ -93,7 +79,7 @@ def sharded_causal_lm(
 
 
 def sharded_scalar_model(
-    cfg: Settings,
+    cfg: ModelSettings,
     kind: Kind,
     pooling: Pooling | Literal["auto"],
     head: Head | None,
@@ -136,7 +122,7 @@ def _copy_type(sharding: Sharding) -> torch.dtype:
     return torch.float32 if sharding.mesh is not None else sharding.dtype
 
 
-def _prepared(model: PreTrainedModel, cfg: Settings, seed: int, frozen: bool) -> PeftModel | None:
+def _prepared(model: PreTrainedModel, cfg: ModelSettings, seed: int, frozen: bool) -> PeftModel | None:
     with on_the_host(model):
         adapted = prepare(model, cfg, seed)
     if frozen:

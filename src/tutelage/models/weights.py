@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from peft import PeftModel
@@ -18,9 +18,13 @@ from tutelage.models.precision import DTYPES
 from tutelage.models.trunk import embedding_matrix
 
 
-class Preparation(Protocol):
-    """The part of `load.ModelSettings` that is done to a model in place."""
+class ModelSettings(Protocol):
+    """The part of `config.ModelConfig` that loading reads."""
 
+    @property
+    def path(self) -> str: ...
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16"]: ...
     @property
     def gradient_checkpointing(self) -> bool: ...
     @property
@@ -29,7 +33,7 @@ class Preparation(Protocol):
     def lora_alpha(self) -> float: ...
 
 
-def prepare(model: PreTrainedModel, cfg: Preparation, seed: int) -> PeftModel | None:
+def prepare(model: PreTrainedModel, cfg: ModelSettings, seed: int) -> PeftModel | None:
     """Activation checkpointing and LoRA, as the settings say; in place."""
     if cfg.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:

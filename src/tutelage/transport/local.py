@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tutelage.config.cluster import MAIN
-from tutelage.errors import PendingError
+from tutelage.errors import ClusterError, PendingError
 from tutelage.layout import Dispatch, Place, RoleBuilder, dispatch_of
 from tutelage.transport.pending import Unreadable
 
@@ -89,6 +89,17 @@ class LocalTransport:
         """Handles of the roles, built here, and what the builder noted."""
         built = builder(roles, self.place)
         return {name: self.handle(name, role) for name, role in built.roles.items()}, built.notes
+
+    def places(self) -> tuple[str, ...]:
+        """This process goes without saying."""
+        return ()
+
+    def lost(self) -> tuple[str, ...]:
+        """A process that is lost says nothing."""
+        return ()
+
+    def restart(self, pool: str, /) -> tuple[str, ...]:
+        raise ClusterError(f"pool {pool} is this process", fix="resume the run from its last checkpoint")
 
     def attach(self, folder: Path) -> None:
         """Everything runs here."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import NoReturn
 
 
-class Unreadable:
+class Unreadable(ABC):
     """Attributes, length, truth, elements, comparison and hash go to `_touched`, which raises PendingError."""
 
     __slots__ = ()
 
+    @abstractmethod
     def _touched(self, what: str) -> NoReturn:
-        raise NotImplementedError
+        """Raise PendingError; what: the part of the value that was looked at."""
 
     def __getattr__(self, name: str) -> NoReturn:
         self._touched(f".{name}")

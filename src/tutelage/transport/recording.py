@@ -83,6 +83,17 @@ class RecordingTransport:
         """Handles of the roles' classes; the builder is not called, since nothing runs."""
         return {name: self.handle(name, self.classes[name]) for name in roles}, ()
 
+    def places(self) -> tuple[str, ...]:
+        """Nothing runs anywhere."""
+        return ()
+
+    def lost(self) -> tuple[str, ...]:
+        """Nothing can be lost."""
+        return ()
+
+    def restart(self, pool: str, /) -> tuple[str, ...]:
+        raise PendingError(f"pool {pool} is recorded, it never ran", fix="run the recipe on a transport that runs it")
+
     def attach(self, folder: Path) -> None:
         """Nothing runs."""
 

@@ -142,7 +142,7 @@ class RayTransport:
             self.handles[name] = RayHandle(name, hosted, self._submit)
         return [note for notes, _ in built for note in notes]
 
-    def restart(self, pool_name: str) -> tuple[str, ...]:
+    def restart(self, pool_name: str, /) -> tuple[str, ...]:
         """Replace all processes of a pool, on a new placement, and build its roles again: the builders' notes.
 
         The roles are as the builder makes them: load their state from a checkpoint next.  Results that lay in the
