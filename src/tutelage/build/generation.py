@@ -100,6 +100,11 @@ def routed(cfg: Any, handles: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def first_weights_are_published(cfg: Any) -> bool:
+    """Whether the engine read no weights at its start, so that the actor's must come before it is asked anything."""
+    return hasattr(cfg, "rollout") and cfg.rollout.engine == "vllm" and cfg.rollout.vllm.load == "publication"
+
+
 def connect(cfg: Any, handles: dict[str, Any]) -> None:
     """Open the way that weights take to engines elsewhere, where they take one of their own."""
     if isinstance(actor := handles.get("actor"), RoutedActor):

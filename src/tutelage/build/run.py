@@ -14,7 +14,7 @@ from tutelage.build.check import require_named
 from tutelage.build.data import StageData, batch_maker, stage_data, training_source
 from tutelage.build.folds import cross_validate
 from tutelage.build.functions import with_rule_paths
-from tutelage.build.generation import connect, routed
+from tutelage.build.generation import connect, first_weights_are_published, routed
 from tutelage.build.paths import with_full_paths
 from tutelage.build.preemption import on_sigterm
 from tutelage.build.ready import require_extras, require_ready
@@ -126,7 +126,11 @@ def started(stage: Stage, transport: Transport) -> dict[str, Any]:
     """Handles of the stage's roles; what the builder noted is added to the stage's notes."""
     handles, notes = transport.start(stage.builder, stage.names)
     stage.notes = [*notes, *stage.notes]
-    return routed(stage.builder.facts.cfg, handles)
+    cfg = stage.builder.facts.cfg
+    found = routed(cfg, handles)
+    if first_weights_are_published(cfg):
+        found["actor"].publish(0).gather()
+    return found
 
 
 def start_folder(cfg: AnyConfig, data: StageData) -> Path:

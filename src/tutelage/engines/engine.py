@@ -24,12 +24,12 @@ from tutelage.engines.passes import NOT_FINITE, Passes, problem_of, require_runn
 from tutelage.engines.pipeline import Job, PipelinePasses, pipeline_of
 from tutelage.engines.ranks import Alone, Ranks, clip, gradient_norm
 from tutelage.engines.saved import SavedTensors, save_tensors
+from tutelage.engines.trained import below_top
 from tutelage.errors import CheckpointError, ModelError, TrainingError
 from tutelage.models.export import bucketed
 from tutelage.models.forward import Model, sequence_scores, token_logprobs, values_with_bootstrap
 from tutelage.models.heads import ScalarModel
 from tutelage.models.language_model import LanguageModel
-from tutelage.models.load import blocks_of
 from tutelage.models.lora import adapter_off
 from tutelage.models.sharding import begin, is_sharded, local, whole
 from tutelage.protocols import Loss
@@ -408,18 +408,3 @@ class ModelEngine:
 
 IDLE = Sequences.build([[0]], [[0]])
 """What a rank without rows runs along with the others."""
-
-
-def below_top(model: Model, train_layers: int) -> list[str]:
-    """Names of the parameters outside the topmost `train_layers` blocks and the head. Raises ModelError."""
-    backbone = model.trunk.model
-    depth = int(backbone.config.num_hidden_layers)
-    if train_layers > depth:
-        raise ModelError(f"train_layers is {train_layers}, the model has {depth} blocks", fix=f"use 0 to {depth}")
-    blocks = blocks_of(backbone)
-    trained = {id(p) for block in blocks[depth - train_layers :] for p in block.parameters()}
-    if isinstance(model, ScalarModel):
-        trained |= {id(p) for name, p in model.named_parameters() if not name.startswith("backbone.")}
-    elif (head := model.model.get_output_embeddings()) is not None:
-        trained |= {id(p) for p in head.parameters()}
-    return [name for name, p in model.module.named_parameters() if id(p) not in trained]

@@ -57,6 +57,14 @@ class Tail:
         return lines
 
 
+def last_of(path: Path) -> list[str]:
+    """The end of a log as it is at this moment."""
+    tail = Tail(path)
+    while tail.new_lines():
+        pass
+    return [*tail.last, *([tail.rest.decode(errors="replace")] if tail.rest else [])][-LAST_LINES:]
+
+
 def log_path(run: str, label: str) -> Path:
     """Where a rank writes on its node."""
     return Path(tempfile.gettempdir()) / f"tutelage-{run}" / f"{label.replace(' ', '-')}.log"
@@ -85,12 +93,7 @@ class NodeAgent:
     def last_lines(self, label: str) -> list[str]:
         """The end of a rank's log, with a last line that has no end."""
         tail = self.tails.get(label)
-        if tail is None:
-            return []
-        tail = Tail(tail.path)
-        while tail.new_lines():
-            pass
-        return [*tail.last, *([tail.rest.decode(errors="replace")] if tail.rest else [])][-LAST_LINES:]
+        return [] if tail is None else last_of(tail.path)
 
     def sees(self, path: str, content: str) -> str:
         """Empty where this node reads `content` from the file, else what it found."""

@@ -177,8 +177,9 @@ def find_homes(pool: Pool, cluster: ClusterConfig) -> None:
 
 
 def rendezvous(pool: Pool, cluster: ClusterConfig) -> int:
-    """The port of the pool's store on the node of rank 0; 0 where one rank needs none."""
-    if pool.size == 1:
+    """The port of the pool's store on the node of rank 0; 0 where one rank needs none: sharding, also over one rank
+    (offload), is done over a process group."""
+    if pool.size == 1 and not any(cluster.settings_of(role).offload for role in pool.layouts):
         return 0
     asked = pool.workers[0].serve_store.remote(pool.homes[0].address, cluster.collective_timeout)
     (port,) = answers(pool, [asked], PROCESS_START * cluster.start_timeout)

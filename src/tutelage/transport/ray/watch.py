@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tutelage.transport.ray.agent import LAST_LINES, NodeAgent, Progress
+from tutelage.transport.ray.agent import LAST_LINES, NodeAgent, Progress, last_of, log_path
 
 EVERY = 0.3
 MOST_HELD = 10_000
@@ -89,14 +89,19 @@ class Watch:
     def drain(self) -> None:
         """The lines that are still on the nodes, within a few seconds."""
         for node, ear in list(self.ears.items()):
-            while node in self.ears and self._take(node, ear.asked or ear.actor.news.remote()):
-                ear.asked = None
+            while node in self.ears:
+                ear.asked = ear.asked or ear.actor.news.remote()
+                if not ray.wait([ear.asked], timeout=PATIENCE)[0]:
+                    break  # a loaded node: the question stays open
+                asked, ear.asked = ear.asked, None
+                if not self._take(node, asked):
+                    break
 
     def _take(self, node: str, asked: Any) -> bool:
-        """Whether there were lines, so that there may be more."""
+        """Of an answer that is there: whether it has lines, so that there may be more."""
         try:
-            news = ray.get(asked, timeout=PATIENCE)
-        except (RayError, TimeoutError):
+            news = ray.get(asked)
+        except RayError:
             self.ears.pop(node, None)  # the node is gone; its ranks are reported by their own calls
             return False
         for label, line in news.lines:
@@ -121,15 +126,19 @@ class Watch:
         self.progress(what, sum(p.done for p in same), sum(p.total for p in same))
 
     def last_lines(self, label: str) -> list[str]:
-        """The end of a rank's log, from its node, or what came from there before the node was lost."""
+        """The end of a rank's log: read here where it lies on this machine, else from its node, or what came before."""
         rank = self.ranks.get(label)
         if rank is None:
             return []
+        if (here := log_path(self.run, label)).is_file():
+            return last_of(here)
         ear = self.ears.get(rank.node)
         if ear is not None:
             try:
                 return list(ray.get(ear.actor.last_lines.remote(label), timeout=PATIENCE))
-            except (RayError, TimeoutError):
+            except GetTimeoutError:
+                return list(rank.last)
+            except RayError:
                 self.ears.pop(rank.node, None)
         return list(rank.last)
 

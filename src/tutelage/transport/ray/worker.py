@@ -103,7 +103,7 @@ class Worker:
                     fix="install a CUDA build of torch on the nodes, or set the pool's kind to cpu",
                 )
             torch.cuda.set_device(0)
-        if self.world == 1:
+        if setup.port == 0:
             return
         timeout = timedelta(seconds=setup.collective_timeout)
         if self.store is None:
@@ -190,7 +190,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Setup:
-    """What every rank of a pool is told before its roles are built."""
+    """What every rank of a pool is told before its roles are built; port 0: the pool needs no process group."""
 
     address: str
     port: int
