@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from tutelage.config import GRPOConfig, PPOConfig
+from tutelage.config import PolicyGradientConfig, PPOConfig
 
 HISTORY = 20
 
@@ -30,7 +30,7 @@ class Alarms:
     part of the checkpoint (`state`).
     """
 
-    cfg: PPOConfig | GRPOConfig
+    cfg: PolicyGradientConfig
     first: dict[str, float] = field(default_factory=dict)
     value_errors: list[float] = field(default_factory=list)
     ringing: set[str] = field(default_factory=set)

@@ -7,6 +7,7 @@ Shapes: B sequences, R flat response tokens, N items of a loss (a token, a seque
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -99,6 +100,34 @@ class RewardSource(Protocol):
     name: str
 
     def score(self, rollout: Rollout) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an environment says to a response.
+
+    observation  text that the policy reads next, as a message of the role `role`; "" where `done`.
+    reward       for this turn.
+    done         the episode has ended.
+    info         numbers for the metrics, such as {"tool_errors": 1.0}.
+    """
+
+    observation: str
+    reward: float
+    done: bool
+    role: str = "user"
+    info: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One episode.  Deterministic given the seed of `reset` and the responses.
+
+    reset  begins an episode for a prompt: truth is the row's, seed is keyed by (seed, step, prompt id, sample).
+    step   takes the response of one turn: its tokens, and their text without special tokens.
+    """
+
+    def reset(self, messages: Sequence[Mapping[str, str]], truth: Any, seed: int) -> None: ...
+    def step(self, tokens: Sequence[int], text: str) -> Turn: ...
 
 
 class Pending(Protocol):

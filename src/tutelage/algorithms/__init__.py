@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tutelage.algorithms import dpo, grpo, ppo, reward_model, sft
+from tutelage.errors import ConfigError
+from tutelage.named import load_named
 from tutelage.protocols import Algorithm
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -12,3 +16,19 @@ ALGORITHMS: dict[str, Algorithm] = {
     "ppo": ppo,
     "grpo": grpo,
 }
+
+NEEDED = ("ROLES", "PREFIXES", "PUBLISHED", "initial_state", "state_from", "collect", "advantages", "learn")
+
+
+def algorithm_of(cfg: Any) -> Algorithm:
+    """The stage's own, or the recipe's `implementation`.  Raises ConfigError for one that is not an algorithm."""
+    if cfg.implementation is None:
+        return ALGORITHMS[cfg.algorithm]
+    found: Algorithm = load_named(cfg.implementation, "algorithm")
+    missing = [name for name in NEEDED if not hasattr(found, name)]
+    if missing:
+        raise ConfigError(
+            f"algorithm {cfg.implementation!r} has no {', '.join(missing)}",
+            fix=f"give an object or module with {', '.join(NEEDED)}",
+        )
+    return found

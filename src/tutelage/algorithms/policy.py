@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutelage.config.grpo import GRPOConfig
-from tutelage.config.ppo import PPOConfig
+from tutelage.config.generating import PolicyGradientConfig
 from tutelage.config.rollouts import PolicySettings
 from tutelage.math.importance import importance_weights
 from tutelage.math.keyed import keyed_permutation, sample_key
@@ -23,15 +22,13 @@ from tutelage.math.masking import aggregation_weights
 from tutelage.math.policy_loss import ppo_policy_loss
 from tutelage.types import Outputs, Ragged, Rollout, Stat, Stats
 
-PolicyConfig = PPOConfig | GRPOConfig
 
-
-def settings_of(cfg: PolicyConfig) -> PolicySettings:
+def settings_of(cfg: PolicyGradientConfig) -> PolicySettings:
     """The section of the algorithm, which has its name."""
     return getattr(cfg, cfg.algorithm)
 
 
-def initial_kl(cfg: PolicyConfig) -> KLController:
+def initial_kl(cfg: PolicyGradientConfig) -> KLController:
     if cfg.kl.controller == "adaptive":
         return AdaptiveKL(cfg.kl.coef, cfg.kl.target, cfg.kl.horizon)
     return FixedKL(cfg.kl.coef)
@@ -48,7 +45,7 @@ class PolicyState:
         return {"step": self.step, "kl": self.kl.state_dict()}
 
 
-def initial_state(cfg: PolicyConfig) -> PolicyState:
+def initial_state(cfg: PolicyGradientConfig) -> PolicyState:
     return PolicyState(0, initial_kl(cfg))
 
 
@@ -56,12 +53,12 @@ def state_from(saved: Mapping[str, Any]) -> PolicyState:
     return PolicyState(saved["step"], kl_controller_from_state(saved["kl"]))
 
 
-def generate(prompts: Any, roles: Any, cfg: PolicyConfig) -> Any:
+def generate(prompts: Any, roles: Any, cfg: PolicyGradientConfig) -> Any:
     """Prompts -> rollouts, which a schedule may begin ahead of their step."""
     return roles.actor.generate(prompts)
 
 
-def updates_of(batch: Any, cfg: PolicyConfig, step: int) -> Iterator[Any]:
+def updates_of(batch: Any, cfg: PolicyGradientConfig, step: int) -> Iterator[Any]:
     """`epochs` passes over the batch, each in `minibatches` parts, in an order keyed by (seed, step, pass)."""
 
     def order(epoch: int, n: int) -> Tensor:
@@ -75,7 +72,7 @@ def updates_of(batch: Any, cfg: PolicyConfig, step: int) -> Iterator[Any]:
 class PolicyLoss:
     """Clipped surrogate, entropy bonus, and the KL term where the recipe puts it into the loss; an item is a token."""
 
-    cfg: PolicyConfig
+    cfg: PolicyGradientConfig
     kl_coef: float
 
     @property
@@ -117,7 +114,7 @@ def counted_tokens(batch: Rollout) -> Tensor:
     return trained.flat & torch.repeat_interleave(batch.counted, trained.lens)
 
 
-def token_weights(batch: Rollout, cfg: PolicyConfig) -> Ragged:
+def token_weights(batch: Rollout, cfg: PolicyGradientConfig) -> Ragged:
     """The aggregation weight of every response token of a mini-batch; 0 under the mask and in uncounted rows."""
     lens = batch.sequences.response_lens
     mask_BT = Ragged(counted_tokens(batch), lens).padded()
@@ -125,12 +122,12 @@ def token_weights(batch: Rollout, cfg: PolicyConfig) -> Ragged:
     return Ragged.from_padded(weight_BT, lens)
 
 
-def with_old_logprobs(batch: Rollout, cfg: PolicyConfig) -> Rollout:
+def with_old_logprobs(batch: Rollout, cfg: PolicyGradientConfig) -> Rollout:
     """The batch with the old logprobs of the recipe: the trainer's, as inferred, or the sampler's own."""
     return batch if cfg.off_policy.old_logprobs == "trainer" else batch.adding(old_logp=batch.rollout_logp)
 
 
-def corrected(advantage_BT: Tensor, batch: Rollout, cfg: PolicyConfig) -> tuple[Tensor, Stats]:
+def corrected(advantage_BT: Tensor, batch: Rollout, cfg: PolicyGradientConfig) -> tuple[Tensor, Stats]:
     """The advantages times the importance weights of trainer against sampler, and `off_policy/...` statistics.
 
     Every branch of the clipped loss is linear in the advantage, so a factor >= 0 on it is the same factor on the loss.
@@ -160,14 +157,14 @@ def sequence_kl_of(batch: Rollout) -> Tensor:
     return masked_row_sum(k1, batch.sequences.trained.padded())
 
 
-def budget_scale(sequence_kl: float, cfg: PolicyConfig) -> float:
+def budget_scale(sequence_kl: float, cfg: PolicyGradientConfig) -> float:
     """budget / KL past the budget where the recipe lowers the learning signal, else 1."""
     if cfg.kl.budget is None or cfg.kl.on_budget != "lower" or sequence_kl <= cfg.kl.budget:
         return 1.0
     return cfg.kl.budget / sequence_kl
 
 
-def scores_of(batch: Rollout, cfg: PolicyConfig) -> Tensor:
+def scores_of(batch: Rollout, cfg: PolicyGradientConfig) -> Tensor:
     """(B,) the scores, less the penalty of responses that the length limit cut."""
     assert batch.score is not None, "advantages runs after collect"
     return batch.score.total - settings_of(cfg).missing_eos_penalty * (~batch.finished).float()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tutelage.algorithms import algorithm_of
 from tutelage.build.data import stage_data, training_source
 from tutelage.build.functions import load_gold, rule_sources, with_rule_paths
 from tutelage.build.ready import require_extras, require_ready
 from tutelage.build.stages import build_stage
-from tutelage.config import AnyConfig, GRPOConfig, PPOConfig, RewardModelConfig
+from tutelage.config import AnyConfig, GeneratingConfig, PPOConfig, RewardModelConfig
 from tutelage.config.loading import Loaded
 from tutelage.models.load import require_model, weights_size
 
@@ -18,6 +19,9 @@ def check_recipe(loaded: Loaded) -> list[str]:
     cfg = with_rule_paths(loaded.config, loaded.recipe_path)
     require_extras(cfg)
     lines = []
+    if cfg.implementation is not None:
+        algorithm_of(cfg)
+        lines.append(f"algorithm: {cfg.implementation}, in place of {cfg.algorithm}")
     for role, path in require_named(cfg).items():
         size = weights_size(path)
         lines.append(f"{role}: {path}" + (f" ({size / 1e6:.1f} MB of weights)" if size else ""))
@@ -36,7 +40,7 @@ def check_recipe(loaded: Loaded) -> list[str]:
 def require_named(cfg: AnyConfig) -> dict[str, str]:
     """Role -> path of every model that a recipe names.  Raises ModelError, RewardError where a name leads nowhere."""
     models = {"model": cfg.model.path}
-    if isinstance(cfg, PPOConfig | GRPOConfig):
+    if isinstance(cfg, GeneratingConfig):
         if cfg.reward.model is not None:
             models["reward"] = cfg.reward.model
         if isinstance(cfg, PPOConfig) and cfg.critic.init not in ("auto", "reward", "policy"):

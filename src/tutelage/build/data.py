@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig
 
-from tutelage.config import AnyConfig, GRPOConfig, PPOConfig, RewardModelConfig, SFTConfig
+from tutelage.config import AnyConfig, GeneratingConfig, RewardModelConfig, SFTConfig
 from tutelage.data.chat import ChatTemplate
 from tutelage.data.prepare import Prepared, prepare_demonstrations, prepare_pairs, prepare_prompts
 from tutelage.data.sampler import EpochSampler
@@ -78,7 +78,7 @@ def stage_data(cfg: AnyConfig) -> StageData:
     prepared: Prepared[Any]
     if isinstance(cfg, SFTConfig):
         prepared = prepare_demonstrations(cfg.data, template, cfg.sft.loss_on, cfg.seed, context=context)
-    elif isinstance(cfg, PPOConfig | GRPOConfig):
+    elif isinstance(cfg, GeneratingConfig):
         prepared = prepare_prompts(
             cfg.data, template, cfg.seed, context=context, max_new_tokens=cfg.rollout.max_new_tokens
         )
@@ -95,7 +95,7 @@ def batch_notes(cfg: AnyConfig, prepared: Prepared[Any]) -> tuple[str, ...]:
             f"reward_model.use_margin is true, but no row of {cfg.data.train} has a margin",
             fix="add a margin column, name it in data.columns, or drop use_margin",
         )
-    if not isinstance(cfg, PPOConfig | GRPOConfig):
+    if not isinstance(cfg, GeneratingConfig):
         return ()
     size, wanted = min(cfg.rollout.prompts_per_step, rows), cfg.rollout.prompts_per_step
     responses = size * cfg.rollout.samples_per_prompt
@@ -130,7 +130,7 @@ def training_source(cfg: AnyConfig, items: int) -> tuple[EpochSampler, int]:
     Where prompts are answered, the last, smaller batch of a pass is skipped, so that every step has the batch the
     recipe names; where there are fewer prompts than that, a pass is one batch of all of them.
     """
-    if isinstance(cfg, PPOConfig | GRPOConfig):
+    if isinstance(cfg, GeneratingConfig):
         size, epochs = min(cfg.rollout.prompts_per_step, items), cfg.epochs
         sampler = EpochSampler(items, size, epochs, cfg.seed, drop_last=True)
     else:
@@ -142,7 +142,7 @@ def training_source(cfg: AnyConfig, items: int) -> tuple[EpochSampler, int]:
 def batch_maker(data: Any, cfg: AnyConfig) -> Any:
     """(indices, step) -> the batch of that step."""
     if isinstance(data, Prompts):
-        assert isinstance(cfg, PPOConfig | GRPOConfig)
+        assert isinstance(cfg, GeneratingConfig)
         samples = cfg.rollout.samples_per_prompt
 
         def prompts_of(index: Tensor, step: int) -> Prompts:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tutelage import runfolder
-from tutelage.algorithms import ALGORITHMS
+from tutelage.algorithms import algorithm_of
 from tutelage.build.data import StageData, training_source
 from tutelage.build.device import device
 from tutelage.build.kit import Kit
@@ -81,7 +81,7 @@ def fold_scores(
     transport = LocalTransport()
     role = learning_reward(Kit(facts, ("reward",), Place(device=device())), features)
     roles = RoleSet({"reward": transport.handle("reward", role)})
-    algorithm = ALGORITHMS[cfg.algorithm]
+    algorithm = algorithm_of(cfg)
     schedule, state = Synchronous(algorithm, transport, roles, cfg), algorithm.initial_state(cfg)
     source, steps = training_source(cfg, len(train))
     for done, index in enumerate(source):

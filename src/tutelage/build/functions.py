@@ -5,15 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from tutelage.config import AnyConfig, GRPOConfig, PPOConfig
+from tutelage.config import AnyConfig, GeneratingConfig
 from tutelage.errors import RewardError
 from tutelage.evals.answers import Gold
 from tutelage.rewards.rules import RuleSource, load_rule
 
 
 def with_rule_paths(cfg: AnyConfig, recipe: Path) -> AnyConfig:
-    """Rule files beside the recipe by their full path, which the run folder's copy of the settings needs."""
-    if not isinstance(cfg, PPOConfig | GRPOConfig):
+    """Files of code beside the recipe by their full path, which the run folder's copy of the settings needs."""
+    if cfg.implementation is not None:
+        cfg = cfg.model_copy(update={"implementation": beside(cfg.implementation, recipe.parent)})
+    if not isinstance(cfg, GeneratingConfig):
         return cfg
     rules = [rule.model_copy(update={"function": beside(rule.function, recipe.parent)}) for rule in cfg.reward.rules]
     evaluation = cfg.evaluation
@@ -28,12 +30,12 @@ def beside(function: str, folder: Path) -> str:
     return f"{path.resolve()}:{name}" if colon and path.is_file() else function
 
 
-def rule_sources(cfg: PPOConfig | GRPOConfig) -> list[tuple[RuleSource, float]]:
+def rule_sources(cfg: GeneratingConfig) -> list[tuple[RuleSource, float]]:
     """Every rule of the recipe with its weight.  Raises RewardError for one that cannot be loaded."""
     return [(RuleSource(rule.function), rule.weight) for rule in cfg.reward.rules]
 
 
-def load_gold(cfg: PPOConfig | GRPOConfig) -> Gold | None:
+def load_gold(cfg: GeneratingConfig) -> Gold | None:
     """`evaluation.gold`, called with (prompt, response); never given to training."""
     gold = cfg.evaluation.gold
     if gold is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tutelage.config import AnyConfig, GRPOConfig, PPOConfig
+from tutelage.config import AnyConfig, GeneratingConfig, PPOConfig
 from tutelage.models.paths import is_local
 
 
@@ -16,7 +16,7 @@ def with_full_paths(cfg: AnyConfig) -> AnyConfig:
         "output_dir": str(Path(cfg.output_dir).expanduser().absolute()),
         "model": cfg.model.model_copy(update={"path": full(cfg.model.path)}),
     }
-    if isinstance(cfg, PPOConfig | GRPOConfig) and cfg.reward.model is not None:
+    if isinstance(cfg, GeneratingConfig) and cfg.reward.model is not None:
         changed["reward"] = cfg.reward.model_copy(update={"model": full(cfg.reward.model)})
     if isinstance(cfg, PPOConfig) and cfg.critic.init not in ("auto", "policy", "reward"):
         changed["critic"] = cfg.critic.model_copy(update={"init": full(cfg.critic.init)})

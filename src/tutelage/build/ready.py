@@ -12,7 +12,7 @@ from tutelage.build.data import StageData
 from tutelage.build.device import device
 from tutelage.build.generation import ROLLOUT, sampling
 from tutelage.build.layouts import require_layouts
-from tutelage.config import AnyConfig, GRPOConfig, PPOConfig
+from tutelage.config import AnyConfig, GeneratingConfig
 from tutelage.config.vllm import VLLMConfig
 from tutelage.errors import ClusterError, ConfigError, ModelError
 from tutelage.evals.answers import first_prompts
@@ -149,4 +149,4 @@ def runs_here(cfg: AnyConfig) -> bool:
 
 
 def _serves(cfg: AnyConfig) -> bool:
-    return isinstance(cfg, PPOConfig | GRPOConfig) and cfg.rollout.engine == "vllm"
+    return isinstance(cfg, GeneratingConfig) and cfg.rollout.engine == "vllm"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tutelage import runfolder
-from tutelage.algorithms import ALGORITHMS
+from tutelage.algorithms import algorithm_of
 from tutelage.build.check import require_named
 from tutelage.build.data import StageData, batch_maker, stage_data, training_source
 from tutelage.build.folds import cross_validate
@@ -106,7 +106,7 @@ def resume_run(folder: Path, display: str = "auto", overrides: Sequence[str] = (
         transport.attach(folder)
         first = Checkpoints.step_of(latest) + 1
         controller = assemble(cfg, data, stage, folder, show, transport, handles, first_step=first)
-        controller.restore(latest, ALGORITHMS[cfg.algorithm].state_from)
+        controller.restore(latest, algorithm_of(cfg).state_from)
         if changes:
             keep_cluster(cfg, changes, controller)
         return finish(controller)
@@ -175,7 +175,7 @@ def assemble(
     first_step: int = 0,
 ) -> Controller:
     """The controller with everything it drives.  first_step: the first one that a resumed run takes again."""
-    algorithm, spec, roles = ALGORITHMS[cfg.algorithm], stage.spec, RoleSet(handles)
+    algorithm, spec, roles = algorithm_of(cfg), stage.spec, RoleSet(handles)
     source, total = training_source(cfg, len(data.prepared.train))
     log = MetricsLog(folder)
     renamed = [f"{cfg.name} was there already, this run is {folder.name}"] if folder.name != cfg.name else []

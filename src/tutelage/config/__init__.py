@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tutelage.config.checks import check_effect, check_sense
 from tutelage.config.dpo import DPOConfig
+from tutelage.config.generating import GeneratingConfig, PolicyGradientConfig
 from tutelage.config.grpo import GRPOConfig
 from tutelage.config.loading import (
     Loaded,
@@ -25,8 +26,10 @@ __all__ = [
     "AnyConfig",
     "DPOConfig",
     "GRPOConfig",
+    "GeneratingConfig",
     "Loaded",
     "PPOConfig",
+    "PolicyGradientConfig",
     "RewardModelConfig",
     "SFTConfig",
     "Source",

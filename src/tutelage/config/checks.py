@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tutelage.config import describe
 from tutelage.config.cluster_checks import cluster_problems
+from tutelage.config.generating import GeneratingConfig, PolicyGradientConfig
 from tutelage.config.grpo import GRPOConfig
 from tutelage.config.ppo import PPOConfig
 from tutelage.config.reward_model import RewardModelConfig
@@ -42,7 +43,9 @@ def check_sense(config: AnyConfig, sources: Mapping[str, object] | None = None) 
             f"data.eval_fraction is 0{_at('data.eval_fraction', where)} and data.eval is not given: nothing is held "
             "out, so the run cannot show whether it generalises"
         )
-    if isinstance(config, PPOConfig | GRPOConfig):
+    if isinstance(config, GeneratingConfig):
+        _generating_problems(config, where, problems)
+    if isinstance(config, PolicyGradientConfig):
         _policy_problems(config, where, problems)
     if isinstance(config, GRPOConfig):
         _grpo_problems(config, where, problems)
@@ -101,8 +104,8 @@ def _grpo_problems(config: GRPOConfig, where: Mapping[str, object], problems: li
         )
 
 
-def _policy_problems(config: PPOConfig | GRPOConfig, where: Mapping[str, object], problems: list[str]) -> None:
-    """Of every algorithm that learns from its own rollouts."""
+def _policy_problems(config: PolicyGradientConfig, where: Mapping[str, object], problems: list[str]) -> None:
+    """Of every algorithm with a policy gradient and a KL term."""
     if config.kl.placement == "loss" and config.kl.estimator == "k1":
         problems.append(
             f"kl.placement is loss{_at('kl.placement', where)} and kl.estimator is k1{_at('kl.estimator', where)}: the "
@@ -119,11 +122,9 @@ def _policy_problems(config: PPOConfig | GRPOConfig, where: Mapping[str, object]
             f"kl.controller is adaptive{_at('kl.controller', where)} and kl.coef is 0{_at('kl.coef', where)}: the "
             "controller multiplies the coefficient, so it would stay 0; start it above 0"
         )
-    _reward_problems(config, where, problems)
     _horizon_problem(config, where, problems)
-    _schedule_problem(config, where, problems)
     section = config.algorithm
-    minibatches = config.ppo.minibatches if isinstance(config, PPOConfig) else config.grpo.minibatches
+    minibatches = getattr(config, section).minibatches
     batch = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     if batch < minibatches:
         problems.append(
@@ -134,7 +135,13 @@ def _policy_problems(config: PPOConfig | GRPOConfig, where: Mapping[str, object]
         )
 
 
-def _schedule_problem(config: PPOConfig | GRPOConfig, where: Mapping[str, object], problems: list[str]) -> None:
+def _generating_problems(config: GeneratingConfig, where: Mapping[str, object], problems: list[str]) -> None:
+    """Of every algorithm that learns from its own rollouts."""
+    _reward_problems(config, where, problems)
+    _schedule_problem(config, where, problems)
+
+
+def _schedule_problem(config: GeneratingConfig, where: Mapping[str, object], problems: list[str]) -> None:
     ahead, limit = config.schedule.ahead, config.schedule.max_staleness
     if config.schedule.kind == "asynchronous" and ahead is not None and ahead > limit:
         problems.append(
@@ -144,7 +151,7 @@ def _schedule_problem(config: PPOConfig | GRPOConfig, where: Mapping[str, object
         )
 
 
-def _horizon_problem(config: PPOConfig | GRPOConfig, where: Mapping[str, object], problems: list[str]) -> None:
+def _horizon_problem(config: PolicyGradientConfig, where: Mapping[str, object], problems: list[str]) -> None:
     """One step may change an adaptive coefficient by at most 20 % x sequences / horizon, which must stay under 1."""
     sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     if config.kl.controller == "adaptive" and config.kl.horizon <= 0.2 * sequences:
@@ -154,7 +161,7 @@ def _horizon_problem(config: PPOConfig | GRPOConfig, where: Mapping[str, object]
         )
 
 
-def _reward_problems(config: PPOConfig | GRPOConfig, where: Mapping[str, object], problems: list[str]) -> None:
+def _reward_problems(config: GeneratingConfig, where: Mapping[str, object], problems: list[str]) -> None:
     weights = [rule.weight for rule in config.reward.rules]
     if config.reward.model is not None:
         weights.append(config.reward.weight)

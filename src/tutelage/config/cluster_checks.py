@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tutelage.config.grpo import GRPOConfig
-from tutelage.config.ppo import PPOConfig
+from tutelage.config.generating import GeneratingConfig
 from tutelage.config.reward_model import RewardModelConfig
 from tutelage.errors import closest
 from tutelage.layout import Layout
@@ -93,7 +92,7 @@ def _runtime_env_problems(config: AnyConfig, where: Mapping[str, object]) -> lis
 
 
 def _rollout_problems(config: AnyConfig, where: Mapping[str, object]) -> list[str]:
-    if not isinstance(config, PPOConfig | GRPOConfig) or config.rollout.engine != "vllm":
+    if not isinstance(config, GeneratingConfig) or config.rollout.engine != "vllm":
         return []
     mode, cluster = config.rollout.vllm.mode, config.cluster
     said = f"rollout.vllm.mode is {mode}{_at('rollout.vllm.mode', where)}"
@@ -113,7 +112,7 @@ def _rollout_problems(config: AnyConfig, where: Mapping[str, object]) -> list[st
     return _server_problems(config, where)
 
 
-def _server_problems(config: PPOConfig | GRPOConfig, where: Mapping[str, object]) -> list[str]:
+def _server_problems(config: GeneratingConfig, where: Mapping[str, object]) -> list[str]:
     """Every device of the rollout pool has an engine of its own."""
     vllm, name = config.rollout.vllm, config.cluster.pool_of("rollout")
     pool = config.cluster.pools.get(name)

@@ -75,6 +75,12 @@ class CheckpointConfig(Schema):
 class RunConfig(Schema):
     """Keys of every stage."""
 
+    algorithm: str = setting(..., "The stage.")
+    implementation: str | None = setting(
+        None,
+        "module:name or file.py:name of your own algorithm, in place of the stage's; it has the recipe and the roles "
+        "of this stage.",
+    )
     name: str = setting("run", "Name of the run folder.", min_length=1)
     seed: int = setting(0, "Keys all randomness.", ge=0)
     output_dir: str = setting("runs", "Folder that holds run folders.")

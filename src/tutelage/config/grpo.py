@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tutelage.config.common import CheckpointConfig, ModelConfig, OptimConfig, PromptDataConfig, RunConfig
-from tutelage.config.rollouts import (
-    AlarmConfig,
-    AnswersEvaluation,
-    KLConfig,
-    PolicySettings,
-    RewardConfig,
-    RolloutConfig,
-)
-from tutelage.config.schedule import OffPolicyConfig, ScheduleConfig
+from tutelage.config.generating import PolicyGradientConfig
+from tutelage.config.rollouts import KLConfig, PolicySettings, RolloutConfig
 from tutelage.config.schema import OnlyIf, setting
 
 KL_ON = OnlyIf("kl.coef is above 0", lambda c: c.kl.coef > 0)
@@ -49,18 +41,8 @@ class GRPOKLConfig(KLConfig):
     )
 
 
-class GRPOConfig(RunConfig):
+class GRPOConfig(PolicyGradientConfig):
     algorithm: Literal["grpo"] = setting("grpo", "Group relative policy optimisation with actor, reference and reward.")
-    model: ModelConfig = setting(..., "The policy; its snapshot at the start is the reference.")
-    data: PromptDataConfig = setting(..., "Prompts.")
     rollout: GRPORolloutConfig = setting(GRPORolloutConfig, "Generation.")
     grpo: GRPOSettings = setting(GRPOSettings, "The algorithm.")
-    schedule: ScheduleConfig = setting(ScheduleConfig, "When to generate and when to learn.")
-    off_policy: OffPolicyConfig = setting(OffPolicyConfig, "Old logprobs, and what corrects for the sampler.")
     kl: GRPOKLConfig = setting(GRPOKLConfig, "Distance from the reference.")
-    reward: RewardConfig = setting(RewardConfig, "What is rewarded.")
-    optim: OptimConfig = setting(OptimConfig, "Optimiser.")
-    evaluation: AnswersEvaluation = setting(AnswersEvaluation, "Held-out prompts.")
-    checkpoint: CheckpointConfig = setting(CheckpointConfig, "Checkpoints.")
-    alarms: AlarmConfig = setting(AlarmConfig, "When to warn.")
-    epochs: int = setting(1, "Passes over the prompts (grpo.epochs: passes over each rollout batch).", ge=1)

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tutelage.config.common import CheckpointConfig, ModelConfig, OptimConfig, PromptDataConfig, RunConfig
-from tutelage.config.rollouts import (
-    AlarmConfig,
-    AnswersEvaluation,
-    KLConfig,
-    PolicySettings,
-    RewardConfig,
-    RolloutConfig,
-)
-from tutelage.config.schedule import OffPolicyConfig, ScheduleConfig
+from tutelage.config.common import OptimConfig
+from tutelage.config.generating import PolicyGradientConfig
+from tutelage.config.rollouts import AlarmConfig, PolicySettings
 from tutelage.config.schema import Schema, setting
 
 
@@ -43,19 +36,9 @@ class PPOAlarmConfig(AlarmConfig):
     value_loss_ratio: float = setting(10.0, "Warn when the value loss passes this multiple of its median.", gt=1)
 
 
-class PPOConfig(RunConfig):
+class PPOConfig(PolicyGradientConfig):
     algorithm: Literal["ppo"] = setting("ppo", "Proximal policy optimisation with actor, critic, reference and reward.")
-    model: ModelConfig = setting(..., "The policy; its snapshot at the start is the reference.")
-    data: PromptDataConfig = setting(..., "Prompts.")
-    rollout: RolloutConfig = setting(RolloutConfig, "Generation.")
     ppo: PPOSettings = setting(PPOSettings, "The algorithm.")
-    schedule: ScheduleConfig = setting(ScheduleConfig, "When to generate and when to learn.")
-    off_policy: OffPolicyConfig = setting(OffPolicyConfig, "Old logprobs, and what corrects for the sampler.")
-    kl: KLConfig = setting(KLConfig, "Distance from the reference.")
     critic: CriticConfig = setting(CriticConfig, "The critic.")
-    reward: RewardConfig = setting(RewardConfig, "What is rewarded.")
     optim: OptimConfig = setting(OptimConfig, "Optimiser of actor and critic.")
-    evaluation: AnswersEvaluation = setting(AnswersEvaluation, "Held-out prompts.")
-    checkpoint: CheckpointConfig = setting(CheckpointConfig, "Checkpoints.")
     alarms: PPOAlarmConfig = setting(PPOAlarmConfig, "When to warn.")
-    epochs: int = setting(1, "Passes over the prompts (ppo.epochs: passes over each rollout batch).", ge=1)

@@ -1,0 +1,66 @@
+"""Python objects that a recipe names: `module:name`, or `file.py:name` from a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tutelage.errors import ConfigError, TutelageError, closest
+
+
+def load_named(spec: str, what: str, folder: Path | None = None, error: type[TutelageError] = ConfigError) -> Any:
+    """The object that `spec` names.  Importing a module runs it: load names of recipes that you trust.
+
+    what: how messages call it, such as "reward rule".  folder: where a relative file is looked for; default: the
+    working directory.  Raises `error` that says which part of the name is wrong.
+    """
+    place, colon, attribute = spec.strip().rpartition(":")
+    if not colon or not place or not attribute:
+        raise error(f"{what} {spec!r} names no object", fix="write it as module:name or file.py:name")
+    path = place.endswith(".py")
+    module = _file(place, spec, what, folder, error) if path else _module(place, spec, what, error)
+    found = getattr(module, attribute, None)
+    if found is None:
+        known = [name for name in vars(module) if not name.startswith("_")]
+        raise error(
+            f"{what} {spec!r}: {place} holds nothing named {attribute!r}.{closest(attribute, known)}",
+            fix="correct the name after the colon",
+        )
+    return found
+
+
+def _file(place: str, spec: str, what: str, folder: Path | None, error: type[TutelageError]) -> ModuleType:
+    path = ((folder or Path.cwd()) / Path(place).expanduser()).resolve()
+    if not path.is_file():
+        raise error(f"{what} {spec!r}: there is no file {path}", fix="give a path from the recipe's folder")
+    name = f"tutelage_file_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    source = importlib.util.spec_from_file_location(name, path)
+    assert source is not None
+    assert source.loader is not None
+    module = importlib.util.module_from_spec(source)
+    sys.modules[name] = module
+    try:
+        source.loader.exec_module(module)
+    except Exception as problem:
+        del sys.modules[name]
+        raise _failed(spec, what, str(path), problem, error) from problem
+    return module
+
+
+def _module(place: str, spec: str, what: str, error: type[TutelageError]) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except Exception as problem:
+        raise _failed(spec, what, place, problem, error) from problem
+
+
+def _failed(spec: str, what: str, place: str, problem: Exception, error: type[TutelageError]) -> TutelageError:
+    return error(
+        f"{what} {spec!r}: importing {place} failed: {type(problem).__name__}: {problem}",
+        fix="install the module or correct its name; a file is named as path/to/file.py:name",
+    )

@@ -1,0 +1,22 @@
+"""The data that flows: ragged columns, token sequences, rollouts, preference pairs, statistics."""
+
+from tutelage.types.batches import Demonstrations, Pairs, Prompts, Rollout, Scores, Unpaired
+from tutelage.types.ragged import Ragged, Sequences, flat_index, valid_mask
+from tutelage.types.stats import Outputs, Stat, Stats, merge_stats
+
+__all__ = [
+    "Demonstrations",
+    "Outputs",
+    "Pairs",
+    "Prompts",
+    "Ragged",
+    "Rollout",
+    "Scores",
+    "Sequences",
+    "Stat",
+    "Stats",
+    "Unpaired",
+    "flat_index",
+    "merge_stats",
+    "valid_mask",
+]
