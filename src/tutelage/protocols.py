@@ -59,6 +59,18 @@ class CoupledLoss(Protocol):
 Loss = SeparableLoss | CoupledLoss
 
 
+@runtime_checkable
+class NoisyLoss(Protocol):
+    """A loss whose training passes have noise on the input embeddings, where `noise_alpha` is not None.
+
+    noise_keys  on any selection of items: (sequences,) int64, what keys the noise of each sequence.
+    """
+
+    noise_alpha: float | None
+
+    def noise_keys(self, batch: Any) -> Tensor: ...
+
+
 class Engine(Protocol):
     """A model, its optimiser, and the ways to run them; everything in and out is ragged.
 

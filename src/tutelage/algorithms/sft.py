@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tutelage.config.sft import SFTConfig
+from tutelage.math.keyed import sample_key
 from tutelage.math.masking import aggregation_weights
+from tutelage.math.supervised_loss import supervised_loss
 from tutelage.types import Demonstrations, Outputs, Ragged, Stat, Stats
 
 ROLES: tuple[str, ...] = ("actor",)
@@ -44,14 +47,25 @@ def advantages(batch: Demonstrations, state: SFTState, cfg: SFTConfig) -> tuple[
 
 
 def learn(batch: Any, roles: Any, cfg: SFTConfig, state: SFTState) -> list[dict[str, Any]]:
-    return [roles.update(batch, actor=SFTLoss(cfg.sft.aggregation))]
+    return [roles.update(batch, actor=SFTLoss.of(cfg, state.step))]
 
 
 @dataclass(frozen=True)
 class SFTLoss:
-    """-log pi(token), in nats; an item is a token, weighted by the aggregation over the trained tokens."""
+    """Negative log-likelihood or DFT; an item is a token, weighted by the aggregation over the trained tokens.
+
+    noise_alpha  of the noise on the embeddings while training, keyed by (seed, step, row); None: no noise.
+    """
 
     aggregation: str
+    kind: str = "nll"
+    noise_alpha: float | None = None
+    seed: int = 0
+    step: int = 0
+
+    @classmethod
+    def of(cls, cfg: SFTConfig, step: int = 0) -> SFTLoss:
+        return cls(cfg.sft.aggregation, cfg.sft.loss, cfg.sft.neftune_alpha, cfg.seed, step)
 
     @property
     def outputs(self) -> frozenset[str]:
@@ -63,4 +77,11 @@ class SFTLoss:
 
     def items(self, out: Outputs, batch: Demonstrations) -> tuple[Tensor, Stats]:
         assert out.logp is not None
-        return -out.logp, {"nll": Stat.of(-out.logp, batch.sequences.trained.flat)}
+        trained = batch.sequences.trained.flat
+        stats = {"nll": Stat.of(-out.logp, trained), "probability": Stat.of(out.logp.detach().exp(), trained)}
+        return supervised_loss(self.kind, out.logp), stats
+
+    def noise_keys(self, batch: Demonstrations) -> Tensor:
+        """(B,) what keys the noise of each row."""
+        keys = [sample_key(self.seed, self.step, name, 0, "neftune") for name in batch.ids]
+        return torch.tensor(keys, dtype=torch.int64)

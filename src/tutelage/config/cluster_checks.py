@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tutelage.config.generating import GeneratingConfig
 from tutelage.config.reward_model import RewardModelConfig
+from tutelage.config.sft import SFTConfig
 from tutelage.errors import closest
 from tutelage.layout import Layout
 
@@ -72,7 +73,18 @@ def cluster_problems(config: AnyConfig, where: Mapping[str, object]) -> list[str
         )
     if isinstance(config, RewardModelConfig):
         problems += _reward_model_problems(config, cluster.layout_of("reward"), where)
+    if isinstance(config, SFTConfig):
+        problems += _noise_problems(config, cluster.layout_of("actor"), where)
     return problems
+
+
+def _noise_problems(config: SFTConfig, layout: Layout, where: Mapping[str, object]) -> list[str]:
+    if config.sft.neftune_alpha is None or layout.size == layout.data:
+        return []
+    return [
+        f"sft.neftune_alpha is {config.sft.neftune_alpha:g}{_at('sft.neftune_alpha', where)} and the layout of actor "
+        f"cuts its rows or its embeddings ({layout}): noise is made on replicas and FSDP shards; leave one of them out"
+    ]
 
 
 def _runtime_env_problems(config: AnyConfig, where: Mapping[str, object]) -> list[str]:

@@ -17,6 +17,14 @@ class SFTSettings(Schema):
     aggregation: Literal["token_mean", "seq_mean_token_mean"] = setting(
         "token_mean", "Denominator of the loss over a mini-batch."
     )
+    loss: Literal["nll", "dft"] = setting(
+        "nll",
+        "nll: maximum likelihood; dft: each token's loss times its probability, so unlikely tokens pull less "
+        "(arXiv:2508.05629).",
+    )
+    neftune_alpha: float | None = setting(
+        None, "Noise on input embeddings in training, alpha / sqrt(tokens x width) (NEFTune); 5 is usual.", gt=0
+    )
 
 
 class SFTEvaluation(Schema):
