@@ -3,8 +3,8 @@
     python benchmarks/install_peers.py            every version that is missing
     python benchmarks/install_peers.py 1.16.0     that one
 
-An environment sees the packages of the project's `.venv` (torch, transformers, numpy), so both sides of a comparison run
-the same versions of them; nothing is ever installed into `.venv` itself.
+An environment sees the packages of the project's `.venv` (torch, transformers, numpy), so both sides of a comparison
+run the same versions of them; nothing is ever installed into `.venv` itself.
 """
 
 from __future__ import annotations
