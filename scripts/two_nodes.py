@@ -46,7 +46,7 @@ RAY = str(Path(sys.executable).with_name("ray"))
 DISTURBED = 3
 """The step after which a run is disturbed, while it takes the next one; its last checkpoint is of step 2."""
 DELAY_S = 0.3
-COMMAND_S = 420
+COMMAND_S = 900
 METRICS, WEIGHTS = 1e-5, 1e-6
 """Largest |difference| to the undisturbed run that counts as equal: of metrics relative to 1 + |metric|, of weights."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}

@@ -46,7 +46,8 @@ class Alarms:
     def check(self, metrics: Mapping[str, float]) -> list[Alarm]:
         """Alarms that begin to ring at this step's metrics."""
         for name in ("policy/entropy", "rollout/length_mean"):
-            self.first.setdefault(name, metrics[name])
+            if name in metrics:
+                self.first.setdefault(name, metrics[name])
         found = [*self._kl(metrics), *self._policy(metrics), *self._value(metrics)]
         new = [alarm for alarm in found if alarm.stop or alarm.kind not in self.ringing]
         self.ringing = {alarm.kind for alarm in found}
@@ -76,7 +77,7 @@ class Alarms:
 
     def _policy(self, metrics: Mapping[str, float]) -> list[Alarm]:
         bounds, name, out = self.cfg.alarms, self.cfg.algorithm, []
-        clipped = metrics["policy/clip_fraction"]
+        clipped = metrics.get("policy/clip_fraction", 0.0)
         if clipped > bounds.clip_fraction:
             out.append(
                 Alarm(
@@ -85,7 +86,7 @@ class Alarms:
                     f"large. Lower optim.lr, {name}.epochs or {name}.minibatches",
                 )
             )
-        entropy, start = metrics["policy/entropy"], self.first["policy/entropy"]
+        entropy, start = metrics.get("policy/entropy", 0.0), self.first.get("policy/entropy", 0.0)
         if entropy < bounds.entropy_ratio * start:
             out.append(
                 Alarm(
@@ -94,7 +95,7 @@ class Alarms:
                     f"({start:.3f}). Raise kl.coef or {name}.entropy_coef, or lower optim.lr",
                 )
             )
-        length, start = metrics["rollout/length_mean"], self.first["rollout/length_mean"]
+        length, start = metrics.get("rollout/length_mean", 0.0), self.first.get("rollout/length_mean", 0.0)
         if length > bounds.length_ratio * start:
             out.append(
                 Alarm(
@@ -107,6 +108,8 @@ class Alarms:
 
     def _value(self, metrics: Mapping[str, float]) -> list[Alarm]:
         if not isinstance(self.cfg, PPOConfig):  # no critic
+            return []
+        if "value/error" not in metrics:
             return []
         error, past, out = metrics["value/error"], self.value_errors, []
         if len(past) >= 3 and error > self.cfg.alarms.value_loss_ratio * median(past):

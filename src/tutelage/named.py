@@ -22,8 +22,7 @@ def load_named(spec: str, what: str, folder: Path | None = None, error: type[Tut
     place, colon, attribute = spec.strip().rpartition(":")
     if not colon or not place or not attribute:
         raise error(f"{what} {spec!r} names no object", fix="write it as module:name or file.py:name")
-    path = place.endswith(".py")
-    module = _file(place, spec, what, folder, error) if path else _module(place, spec, what, error)
+    module = _loaded(place, spec, what, folder, error)
     found = getattr(module, attribute, None)
     if found is None:
         known = [name for name in vars(module) if not name.startswith("_")]
@@ -32,6 +31,17 @@ def load_named(spec: str, what: str, folder: Path | None = None, error: type[Tut
             fix="correct the name after the colon",
         )
     return found
+
+
+def load_module(spec: str, what: str, folder: Path | None = None, error: type[TutelageError] = ConfigError) -> Any:
+    """The module, `module` or `file.py`; with a name after a colon what it holds.  The rest as `load_named`."""
+    if ":" in spec:
+        return load_named(spec, what, folder, error)
+    return _loaded(spec.strip(), spec, what, folder, error)
+
+
+def _loaded(place: str, spec: str, what: str, folder: Path | None, error: type[TutelageError]) -> ModuleType:
+    return _file(place, spec, what, folder, error) if place.endswith(".py") else _module(place, spec, what, error)
 
 
 def _file(place: str, spec: str, what: str, folder: Path | None, error: type[TutelageError]) -> ModuleType:

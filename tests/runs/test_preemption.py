@@ -40,7 +40,7 @@ def held(batch, roles, cfg, state):
 sft.learn = held
 main()
 """
-STALLED_S = 120
+STALLED_S = 300
 
 
 def lasting(folder: Path) -> list[dict]:

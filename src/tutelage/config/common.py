@@ -78,8 +78,8 @@ class RunConfig(Schema):
     algorithm: str = setting(..., "The stage.")
     implementation: str | None = setting(
         None,
-        "module:name or file.py:name of your own algorithm, in place of the stage's; it has the recipe and the roles "
-        "of this stage.",
+        "Your own algorithm in place of the stage's, with the recipe and the roles of this stage: module, file.py, or "
+        "either with :name (docs/your_own.md).",
     )
     name: str = setting("run", "Name of the run folder.", min_length=1)
     seed: int = setting(0, "Keys all randomness.", ge=0)

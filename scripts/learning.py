@@ -1,0 +1,272 @@
+#!/usr/bin/env python3
+"""Does every algorithm learn?  Each on the bundled task, over several seeds: gold quality before and after.
+
+    python scripts/learning.py [--seeds N] [--only NAME ...] [--out DIR] [--write docs/results/learning.md]
+
+For each seed the corpus, the SFT policy and the reward model of the demo are made once; then every algorithm starts from
+them with the settings below.  Gold is the task's own quality, which no training sees.  Measured is the last policy, never
+the best one, on 128 held-out prompts with the same random keys before and after.  The interval is Student's over the
+seeds' mean changes.  What is done is kept in DIR: the command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+
+from tutelage.build import run_recipe
+from tutelage.build.data import load_template, stage_data
+from tutelage.config import load_checked
+from tutelage.config.common import ModelConfig
+from tutelage.demo.corpus import CorpusPaths, write_corpus
+from tutelage.demo.gold import gold_score
+from tutelage.demo.model import build_model_folder
+from tutelage.engines.engine import ModelEngine
+from tutelage.errors import TutelageError
+from tutelage.evals.answers import first_prompts
+from tutelage.math.stats import mean_interval
+from tutelage.models.load import load_causal_lm
+from tutelage.rewards.checks import prompt_text
+from tutelage.rollout.inprocess.engine import InProcessRollout
+from tutelage.rollout.sampling import SamplingParams
+
+PROMPTS = 128
+TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of the table: a shipped recipe and what is set besides."""
+
+    family: str
+    name: str
+    recipe: str
+    overrides: tuple[str, ...] = ()
+
+
+def grpo(name: str, *overrides: str) -> Entry:
+    return Entry("advantage estimators", name, "demo_grpo", ("max_steps=15", *overrides))
+
+
+def policy(name: str, *overrides: str) -> Entry:
+    return Entry("policy losses", name, "demo_grpo", ("max_steps=15", f"policy_loss.kind={name}", *overrides))
+
+
+def dpo(name: str, *overrides: str) -> Entry:
+    return Entry("preference losses", name, "demo_dpo", (f"dpo.loss={name}", *overrides))
+
+
+def variant(name: str, *overrides: str) -> Entry:
+    return Entry("variants of preference losses", name, "demo_dpo", overrides)
+
+
+PAIRS = ("demo_dpo", "demo_kto")
+
+ENTRIES: tuple[Entry, ...] = (
+    Entry("policy losses", "ppo with a critic", "demo_ppo", ("max_steps=15",)),
+    grpo("grpo"),
+    grpo("dr_grpo", "grpo.estimator=dr_grpo", "grpo.aggregation=constant_horizon"),
+    grpo("rloo", "grpo.estimator=rloo"),
+    grpo("reinforce_plus_plus", "grpo.estimator=reinforce_plus_plus"),
+    grpo("reinforce_plus_plus_baseline", "grpo.estimator=reinforce_plus_plus_baseline"),
+    grpo("remax", "grpo.estimator=remax"),
+    grpo("opo", "grpo.estimator=opo"),
+    grpo("gpg", "grpo.estimator=gpg"),
+    grpo("grpo_passk", "grpo.estimator=grpo_passk"),
+    grpo("optimal_token_baseline", "grpo.estimator=optimal_token_baseline"),
+    grpo("gdpo", "grpo.estimator=gdpo"),
+    *(policy(name) for name in ("gspo", "sapo", "cispo", "gmpo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")),
+    policy("reinforce", "grpo.epochs=1", "grpo.minibatches=1"),
+    *(dpo(n) for n in ("sigmoid", "sigmoid_norm", "hinge", "ipo", "ipo_sum", "discopop", "nca_pair", "bco_pair")),
+    *(dpo(n) for n in ("sppo_hard", "apo_zero", "apo_down", "aot", "aot_unpaired", "orpo", "cpo", "simpo", "alphapo")),
+    dpo("robust", "dpo.label_smoothing=0.1"),
+    dpo("exo_pair", "dpo.label_smoothing=0.001"),
+)
+
+
+def prepare(folder: Path, seed: int) -> tuple[CorpusPaths, Path, Path]:
+    """Corpus, SFT policy and reward model of a seed, made once."""
+    done = folder / "prepared.json"
+    corpus = write_corpus(folder / "data", seed)
+    if done.exists():
+        saved = json.loads(done.read_text())
+        return corpus, Path(saved["policy"]), Path(saved["reward"])
+    build_model_folder(folder / "model", seed)
+    common = (f"output_dir={folder}", f"seed={seed}")
+    sft = train(
+        "demo_sft", *common, "name=sft", f"model.path={folder / 'model'}", f"data.train={corpus.demonstrations}"
+    )
+    pairs = (f"data.train={corpus.preferences}", f"data.eval={corpus.eval_preferences}")
+    reward = train("demo_reward_model", *common, "name=reward", f"model.path={sft.best_model}", *pairs)
+    done.write_text(json.dumps({"policy": str(sft.best_model), "reward": str(reward.best_model)}))
+    return corpus, sft.best_model, reward.best_model
+
+
+def train(recipe: str, *overrides: str) -> Any:
+    loaded, _ = load_checked(recipe, list(overrides))
+    return run_recipe(loaded, "plain")
+
+
+def gold_of(model: Path, prompts: Any, seed: int) -> list[float]:
+    """The gold score of one answer to each prompt."""
+    template = load_template(str(model), None)
+    policy_model = load_causal_lm(ModelConfig(path=str(model)), template.tokenizer, seed=seed, frozen=True)
+    engine = ModelEngine.frozen(policy_model)
+    rollout = InProcessRollout(
+        policy_model.model,
+        template.tokenizer,
+        template.eos_ids,
+        SamplingParams(temperature=1.0, max_new_tokens=TOKENS),
+        seed=seed,
+        forward_context=engine.forward_context,
+        response_prefix=template.response_prefix,
+    )
+    answers = rollout.generate(prompts.adding(step=0, n=1, purpose="evaluation"))
+    return [gold_score(prompt_text(m), text) for m, text in zip(answers.messages, answers.texts, strict=True)]
+
+
+def settings_of(entry: Entry, corpus: CorpusPaths, policy: Path, reward: Path, folder: Path, seed: int) -> list[str]:
+    """The entry's overrides with the data and models of a seed."""
+    common = [f"output_dir={folder}", f"name={slug(entry)}", f"seed={seed}", f"model.path={policy}"]
+    if entry.recipe in ("demo_sft", "demo_reward_model"):
+        return [*common, f"data.train={corpus.demonstrations}", *entry.overrides]
+    if entry.recipe in PAIRS:
+        return [*common, f"data.train={corpus.preferences}", f"data.eval={corpus.eval_preferences}", *entry.overrides]
+    given = [f"data.train={corpus.train_prompts}", f"data.eval={corpus.eval_prompts}", "evaluation.every=0"]
+    given += ["evaluation.prompts=16", f"reward.model={reward}"]
+    return [*common, *given, *(text.replace("{reward}", str(reward)) for text in entry.overrides)]
+
+
+def slug(entry: Entry) -> str:
+    return "".join(c if c.isalnum() else "-" for c in f"{entry.family}-{entry.name}").lower()
+
+
+def measure(entry: Entry, seed: int, out: Path) -> dict[str, Any]:
+    """One run; a failure is a result too."""
+    folder = out / f"seed_{seed}"
+    corpus, policy, reward = prepare(folder, seed)
+    found: dict[str, Any] = {"family": entry.family, "name": entry.name, "seed": seed}
+    started = time.perf_counter()
+    try:
+        run = train(entry.recipe, *settings_of(entry, corpus, policy, reward, folder / "runs", seed))
+        last = max((run.folder / "checkpoints").glob("step_*")) / "model"
+        prompts = held_out(corpus, policy, reward)
+        after = gold_of(last, prompts, seed)
+        before = gold_of(policy, prompts, seed)
+        found |= {"steps": run.summary["steps"], "before": sum(before) / PROMPTS, "after": sum(after) / PROMPTS}
+    except TutelageError as error:
+        found["error"] = str(error)
+    found["seconds"] = round(time.perf_counter() - started, 1)
+    return found
+
+
+def held_out(corpus: CorpusPaths, policy: Path, reward: Path) -> Any:
+    given = [f"data.train={corpus.train_prompts}", f"data.eval={corpus.eval_prompts}"]
+    loaded, _ = load_checked("demo_grpo", [*given, f"model.path={policy}", f"reward.model={reward}"])
+    return first_prompts(stage_data(loaded.config).prepared.eval, PROMPTS)
+
+
+def work(task: tuple[Entry, int, Path]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    entry, seed, out = task
+    log = out / f"seed_{seed}" / "log.txt"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a", encoding="utf8") as file:
+        sys.stdout = file
+        try:
+            return measure(entry, seed, out)
+        finally:
+            sys.stdout = sys.__stdout__
+
+
+def work_seed(task: tuple[Sequence[Entry], int, Path]) -> int:
+    """All entries of one seed, in this process; each result is kept as it comes."""
+    entries, seed, out = task
+    for entry in entries:
+        result = work((entry, seed, out))
+        with (out / f"results_{seed}.jsonl").open("a", encoding="utf8") as file:
+            file.write(json.dumps(result) + "\n")
+        change = f"{result['after'] - result['before']:+.3f}" if "after" in result else result["error"][:150]
+        print(f"seed {seed}  {entry.family}: {entry.name}  {change}  ({result['seconds']} s)", flush=True)
+    return seed
+
+
+def results(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in sorted(out.glob("results_*.jsonl")) for line in path.read_text().splitlines()]
+
+
+def table(found: Sequence[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| family | name | seeds | steps | gold before | gold after | change (95 % interval over seeds) | verdict | s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for entry in ENTRIES:
+        rows = [r for r in found if (r["family"], r["name"]) == (entry.family, entry.name)]
+        good = [r for r in rows if "after" in r]
+        if not rows:
+            continue
+        if not good:
+            lines.append(f"| {entry.family} | {entry.name} | 0 | | | | {rows[0]['error'][:80]} | **failed** | |")
+            continue
+        mean, low, high = mean_interval([r["after"] - r["before"] for r in good])
+        before, after = (sum(r[side] for r in good) / len(good) for side in ("before", "after"))
+        verdict = "learns" if low > 0 else ("**not shown**" if mean > 0 else "**does not learn**")
+        seconds = sum(r["seconds"] for r in good) / len(good)
+        lines.append(
+            f"| {entry.family} | {entry.name} | {len(good)} | {good[0]['steps']} | {before:.2f} | {after:.2f} | "
+            f"{mean:+.2f} [{low:+.2f}, {high:+.2f}] | {verdict} | {seconds:.0f} |"
+        )
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--only", nargs="*", default=None, help="names of entries")
+    parser.add_argument("--out", type=Path, default=Path("runs/learning"))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--check", action="store_true", help="only load every recipe with its overrides")
+    parser.add_argument("--write", type=Path, default=None)
+    asked = parser.parse_args()
+    chosen = [e for e in ENTRIES if asked.only is None or e.name in asked.only]
+    if asked.check:
+        blank = CorpusPaths(*(Path("x.jsonl") for _ in CorpusPaths.__dataclass_fields__))
+        for entry in chosen:
+            load_checked(entry.recipe, settings_of(entry, blank, Path("m"), Path("r"), Path("runs"), 0))
+        print(f"{len(chosen)} entries load")
+        return 0
+    asked.out.mkdir(parents=True, exist_ok=True)
+    done = {(r["family"], r["name"], r["seed"]) for r in results(asked.out)}
+    tasks = [
+        ([e for e in chosen if (e.family, e.name, seed) not in done], seed, asked.out) for seed in range(asked.seeds)
+    ]
+    with multiprocessing.get_context("spawn").Pool(asked.workers) as pool:
+        for _ in pool.imap_unordered(work_seed, [task for task in tasks if task[0]], chunksize=1):
+            pass
+    lines = table(results(asked.out))
+    print("\n".join(lines))
+    if asked.write is not None:
+        told = (
+            f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores, one thread a run"
+        )
+        heading = ["# Does every algorithm learn?", "", (__doc__ or "").strip(), "", told, ""]
+        asked.write.write_text("\n".join([*heading, *lines]) + "\n", encoding="utf8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
