@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -46,7 +47,7 @@ class Alarms:
     def check(self, metrics: Mapping[str, float]) -> list[Alarm]:
         """Alarms that begin to ring at this step's metrics."""
         for name in ("policy/entropy", "rollout/length_mean"):
-            if name in metrics:
+            if math.isfinite(metrics.get(name, math.nan)):
                 self.first.setdefault(name, metrics[name])
         found = [*self._kl(metrics), *self._policy(metrics), *self._value(metrics)]
         new = [alarm for alarm in found if alarm.stop or alarm.kind not in self.ringing]

@@ -69,6 +69,7 @@ class Controller:
     word after the last update (such as centring a reward model), its result goes into the summary.
 
     done: steps that are learned.  drawn: batches taken from the source, which a schedule may do ahead.
+    after_step: called with the steps done, such as to keep what a role noted meanwhile.
     rebuild: starts lost pools again, their roles as at the start of the run, and says where; restarts: how often that
     may happen.
     """
@@ -92,6 +93,7 @@ class Controller:
     finish: Callable[[], Mapping[str, Any]] | None = None
     mirror: Mirror | None = None
     rebuild: Callable[[ClusterError], str] | None = None
+    after_step: Callable[[int], Any] | None = None
     restarts: int = 0
     done: int = 0
     drawn: int = 0
@@ -161,8 +163,12 @@ class Controller:
             return True
 
     def draw(self) -> Any | None:
-        """The next batch of the data, numbered by its place in it; None past the last step of the run."""
-        index = next(self.batches, None) if self.drawn < self.total_steps else None
+        """The next batch of the data, numbered by its place in it.
+
+        None past the last step of the run; where a step may draw several, past the end of the data.
+        """
+        more = self.schedule.refills > 0 or self.drawn < self.total_steps
+        index = next(self.batches, None) if more else None
         if index is None:
             return None
         self.drawn += 1
@@ -180,9 +186,18 @@ class Controller:
             error.add_note(f"at step {self.done + 1} of {self.total_steps}")
             raise
         if result is None:
+            if self.schedule.refills:
+                said = f"the data has no prompts left after step {self.done} of {self.total_steps}"
+                self.log.event(self.done, "refill", said)
+                self.display.event("refill", said)
             return False
         self.state = result.state
         self.done += 1
+        if self.after_step is not None:
+            self.after_step(self.done)
+        for note in result.notes:
+            self.log.event(self.done, "refill", note)
+            self.display.event("refill", note)
         metrics = {name: stat.mean for name, stat in result.stats.items()}
         metrics.update(self.costs(result.stats, time.perf_counter() - start))
         if self.alarms is not None:

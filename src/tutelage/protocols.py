@@ -31,7 +31,7 @@ class Trainable(Protocol):
 class SeparableLoss(Protocol):
     """sum over items of weight * item.  Weights are global to the mini-batch: any cut sums to the same gradient.
 
-    outputs  what the model must compute: any of "logp", "entropy", "value", "score".
+    outputs  what the model must compute: names of the fields of `types.Outputs`.
     weights  once, on the whole mini-batch: Ragged whose rows are the B items (tokens of a sequence, or one entry).
     items    on any selection of items: (N,) losses in the order of `weights(selection)`, and named statistics.
     """
@@ -75,15 +75,23 @@ class Engine(Protocol):
     """A model, its optimiser, and the ways to run them; everything in and out is ragged.
 
     logprobs   Ragged (R): logits divided by `temperature`, dropout off, no gradient.
+    log_collisions  Ragged (R): log sum_v p_v^2 of the same distributions.
+    top_logprobs    Ragged (R) logprobs, (R, count) ids and logprobs of the likeliest tokens among ids 0 .. below - 1.
     values     Ragged (R + B): V before each response token and one value after the last.
     scores     (B,): one scalar per sequence, at its last real token.
+    token_scores    Ragged (R): one scalar per response token, with the token read.
     step       one optimiser update on one mini-batch: micro-batches, summed gradients, clipping; returns statistics.
     save_state, load_state   everything a later step depends on, in a folder that any number of ranks can read.
     """
 
     def logprobs(self, sequences: Sequences, temperature: float, adapter: bool = True) -> Ragged: ...
+    def log_collisions(self, sequences: Sequences, temperature: float, adapter: bool = True) -> Ragged: ...
+    def top_logprobs(
+        self, sequences: Sequences, count: int, temperature: float, below: int | None = None
+    ) -> tuple[Ragged, Ragged, Ragged]: ...
     def values(self, sequences: Sequences) -> Ragged: ...
     def scores(self, sequences: Sequences) -> Tensor: ...
+    def token_scores(self, sequences: Sequences) -> Ragged: ...
     def step(self, batch: Any, loss: Loss) -> Stats: ...
     def evaluate(self, batch: Any, loss: Loss) -> Stats: ...
     def save_state(self, folder: Path) -> None: ...
@@ -203,7 +211,8 @@ class Algorithm(Protocol):
     ROLES          the roles it uses.
     PREFIXES       trained role -> prefix of its metrics.
     PUBLISHED      roles whose new weights go to the rollout engine after each step.
-    initial_state  of the first step; `state_from` makes one again from what its `state_dict` saved.
+    initial_state  of the first step; `state_from` makes one again from what its `state_dict` saved.  A state has
+                   `step`, the steps taken before it.
     """
 
     ROLES: tuple[str, ...]
@@ -234,5 +243,7 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-RewardRule = Callable[[Sequence[str], Sequence[str], Sequence[Any]], Sequence[float]]
-"""A rule reward: (prompts, responses, truths) -> one float per response."""
+RewardRule = Callable[..., Any]
+"""A rule reward: (prompts, responses, truths) -> one float per response; or, where it has a parameter named `response`,
+one response -> a float.  Either may be `async def`.  `rewards.calls` says what a rule may ask for.
+"""

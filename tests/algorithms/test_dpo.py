@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tutelage.algorithms import dpo
+from tutelage.algorithms.preference import preference_loss
 from tutelage.config import DPOConfig
 from tutelage.config.common import ModelConfig, OptimConfig
 from tutelage.engines.engine import ModelEngine
@@ -32,6 +33,10 @@ def config(**settings: Any) -> DPOConfig:
     return DPOConfig.model_validate({"model": {"path": "m"}, "data": {"train": "d"}, "dpo": settings})
 
 
+def loss_of(**settings: Any) -> Any:
+    return preference_loss(config(**settings).dpo)
+
+
 def pairs() -> Pairs:
     """Two pairs; the last token of the second rejected answer is not trained."""
     chosen = Sequences.build([[1], [2, 3]], CHOSEN)
@@ -50,7 +55,7 @@ def test_the_reference_column_keeps_to_its_pair_when_pairs_are_cut_and_joined() 
     second, first = batch.select(torch.tensor([1])), batch.select(torch.tensor([0]))
     assert second.ref_rejected_logp.flat.tolist() == pytest.approx(REF[5:])
     assert Pairs.concat([first, second]).ref_chosen_logp.flat.tolist() == pytest.approx(REF[:4])
-    with pytest.raises(ShapeError, match="does not fit 2 pairs"):
+    with pytest.raises(ShapeError, match="does not fit 2 items"):
         pairs().adding(ref_logp=Ragged(torch.zeros(4), torch.tensor([3, 1])))
     with pytest.raises(TypeError):
         pairs().adding(reference=None)
@@ -58,7 +63,7 @@ def test_the_reference_column_keeps_to_its_pair_when_pairs_are_cut_and_joined() 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_the_loss_is_that_of_sums_over_trained_tokens(smoothing: float) -> None:
-    loss = dpo.DPOLoss.of(config(beta=0.5, label_smoothing=smoothing))
+    loss = loss_of(beta=0.5, label_smoothing=smoothing)
     batch = with_reference(pairs())
     items, stats = loss.items(Outputs(logp=torch.tensor(LOGP)), batch)
     gaps = [a - b for a, b in zip(LOGP, REF, strict=True)]
@@ -79,7 +84,7 @@ def test_the_loss_is_that_of_sums_over_trained_tokens(smoothing: float) -> None:
 
 def test_pairs_without_reference_logprobs_are_refused() -> None:
     with pytest.raises(ShapeError, match="no reference logprobs yet"):
-        dpo.DPOLoss(0.1, 0.0).items(Outputs(logp=torch.tensor(LOGP)), pairs())
+        loss_of().items(Outputs(logp=torch.tensor(LOGP)), pairs())
 
 
 def test_recording_finds_the_data_flow() -> None:
@@ -125,7 +130,7 @@ def test_it_starts_at_log_two_and_learns_the_preference(lora_rank: int, tiny_lla
 
 
 def test_the_gradient_does_not_depend_on_how_pairs_are_cut(tiny_llama_folder: Any) -> None:
-    batch, loss = with_reference(pairs()), dpo.DPOLoss(0.5, 0.1)
+    batch, loss = with_reference(pairs()), loss_of(beta=0.5, label_smoothing=0.1)
     whole = engine_of(tiny_llama_folder, tokens_per_micro_batch=1000).gradients(batch, loss)
     cut = engine_of(tiny_llama_folder, tokens_per_micro_batch=1).gradients(batch, loss)
     assert whole.keys() == cut.keys()

@@ -251,7 +251,7 @@ class Letters:
     def score(self, batch: Rollout) -> Any:
         rows = batch.sequences.responses().rows()
         total = torch.tensor([float((row == 40).float().mean()) for row in rows])
-        return total[:, None], total, ("letters",)
+        return Scores(total[:, None], total, ("letters",), (1.0,))
 
 
 def tiny(folder: Any, **sections: Any) -> tuple[Any, RoleSet, LocalTransport]:

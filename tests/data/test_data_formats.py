@@ -12,6 +12,7 @@ from tutelage.data.rows import (
     Preference,
     PromptCompletion,
     PromptOnly,
+    Stepwise,
     Text,
     Unpaired,
     assistant,
@@ -37,6 +38,10 @@ EXAMPLES: dict[str, tuple[dict[str, Any], Any]] = {
     "unpaired": (
         {"prompt": "q", "completion": "a", "label": False},
         Unpaired(user("q"), assistant("a"), False),
+    ),
+    "stepwise": (
+        {"prompt": "q", "completions": ["a", "b"], "labels": [True, 0.5]},
+        Stepwise(user("q"), ("a", "b"), (1.0, 0.5)),
     ),
     "prompt_only": ({"prompt": "q", "answer": 4}, PromptOnly(user("q"), 4)),
 }

@@ -12,7 +12,7 @@ from scipy import stats as scipy_stats
 from torch import Tensor, nn
 
 from tutelage.errors import ConfigError, ShapeError
-from tutelage.math.logprobs import entropy_from_logits, head_logprobs, logprobs_from_logits
+from tutelage.math.logprobs import Asked, entropy_from_logits, head_outputs, logprobs_from_logits
 
 
 def softmax_row(logits: list[float], temperature: float) -> list[float]:
@@ -147,8 +147,8 @@ def saved_elements(work: Any) -> tuple[int, int]:
 def test_chunked_values_and_gradients_are_the_unchunked_ones(chunk: int, temperature: float) -> None:
     hidden, targets, head, weights = head_case()
     leaves = [hidden, head.weight, head.bias]
-    logp, entropy = head_logprobs(hidden, targets, head, temperature=temperature, chunk_tokens=chunk, with_entropy=True)
-    assert entropy is not None
+    found = head_outputs(hidden, targets, head, Asked(entropy=True), temperature=temperature, chunk_tokens=chunk)
+    logp, entropy = found["logp"], found["entropy"]
     chunked = torch.autograd.grad((weights[0] * logp + weights[1] * entropy).sum(), leaves)
     logits = head(hidden)
     plain_logp = logprobs_from_logits(logits, targets, temperature)
@@ -162,7 +162,7 @@ def test_chunked_values_and_gradients_are_the_unchunked_ones(chunk: int, tempera
 
 def test_the_head_never_returns_more_than_a_chunk_and_one_chunk_is_alive() -> None:
     hidden, targets, head, weights = head_case()
-    logp, _ = head_logprobs(hidden, targets, head, chunk_tokens=CHUNK)
+    logp = head_outputs(hidden, targets, head, chunk_tokens=CHUNK)["logp"]
     assert head.rows == [5, 5, 5, 5, 3]
     assert not head.alive  # nothing kept for the backward pass
     (weights[0] * logp).sum().backward()
@@ -172,7 +172,7 @@ def test_the_head_never_returns_more_than_a_chunk_and_one_chunk_is_alive() -> No
 
 def test_nothing_of_the_size_of_the_logits_is_saved_for_the_backward_pass() -> None:
     hidden, targets, head, _ = head_case()
-    largest, together = saved_elements(lambda: head_logprobs(hidden, targets, head, chunk_tokens=CHUNK))
+    largest, together = saved_elements(lambda: head_outputs(hidden, targets, head, chunk_tokens=CHUNK))
     assert largest < CHUNK * V
     assert together < N * V
     largest, together = saved_elements(lambda: logprobs_from_logits(head(hidden), targets))
@@ -183,16 +183,15 @@ def test_chunked_gradcheck_with_an_entropy_bonus() -> None:
     hidden, targets, head, _ = head_case()
 
     def loss(hidden_NH: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        logp, entropy = head_logprobs(
+        found = head_outputs(
             hidden_NH,
             targets[:4],
             lambda h: h @ weight.T + bias,
+            Asked(entropy=True),
             temperature=0.7,
             chunk_tokens=3,
-            with_entropy=True,
         )
-        assert entropy is not None
-        return (logp + 0.1 * entropy).sum()
+        return (found["logp"] + 0.1 * found["entropy"]).sum()
 
     assert torch.autograd.gradcheck(loss, (hidden[:4].detach().requires_grad_(True), head.weight, head.bias))
 
@@ -200,18 +199,18 @@ def test_chunked_gradcheck_with_an_entropy_bonus() -> None:
 def test_without_grad_and_without_entropy() -> None:
     hidden, targets, head, _ = head_case()
     with torch.no_grad():
-        logp, entropy = head_logprobs(hidden, targets, head, chunk_tokens=CHUNK)
-    assert entropy is None
+        found = head_outputs(hidden, targets, head, chunk_tokens=CHUNK)
+    assert found.keys() == {"logp"}
+    logp = found["logp"]
     assert not logp.requires_grad
     torch.testing.assert_close(logp, torch.log_softmax(head(hidden), -1)[torch.arange(N), targets].detach())
 
 
 def test_no_tokens_still_reach_the_head_and_its_parameters() -> None:
     head = nn.Linear(H, V)
-    logp, entropy = head_logprobs(torch.zeros(0, H), torch.zeros(0, dtype=torch.long), head, with_entropy=True)
-    assert logp.shape == (0,)
-    assert entropy is not None
-    (logp.sum() + entropy.sum()).backward()
+    found = head_outputs(torch.zeros(0, H), torch.zeros(0, dtype=torch.long), head, Asked(entropy=True))
+    assert found["logp"].shape == (0,)
+    (found["logp"].sum() + found["entropy"].sum()).backward()
     assert head.weight.grad is not None
     assert not head.weight.grad.any()
 
@@ -220,7 +219,7 @@ def test_a_bfloat16_head_gives_float32_logprobs() -> None:
     head = nn.Linear(H, V).bfloat16()
     hidden = torch.randn(7, H, generator=torch.Generator().manual_seed(0)).bfloat16()
     targets = torch.arange(7)
-    logp, _ = head_logprobs(hidden, targets, head, chunk_tokens=7)
+    logp = head_outputs(hidden, targets, head, chunk_tokens=7)["logp"]
     assert logp.dtype == torch.float32
     exact = torch.log_softmax(head(hidden).double(), -1)[torch.arange(7), targets]
     torch.testing.assert_close(logp.double(), exact, rtol=0, atol=1e-5)
@@ -229,8 +228,8 @@ def test_a_bfloat16_head_gives_float32_logprobs() -> None:
 def test_bad_arguments_of_the_head_are_refused() -> None:
     hidden, targets, head, _ = head_case()
     with pytest.raises(ConfigError, match="chunk_tokens is 0"):
-        head_logprobs(hidden, targets, head, chunk_tokens=0)
+        head_outputs(hidden, targets, head, chunk_tokens=0)
     with pytest.raises(ConfigError, match="temperature"):
-        head_logprobs(hidden, targets, head, temperature=0.0)
+        head_outputs(hidden, targets, head, temperature=0.0)
     with pytest.raises(ShapeError):
-        head_logprobs(hidden, targets[:-1], head)
+        head_outputs(hidden, targets[:-1], head)

@@ -155,7 +155,7 @@ def test_a_sequence_longer_than_the_context_is_refused_with_numbers():
 
 
 def test_a_loss_that_needs_what_the_model_does_not_compute_is_refused():
-    with pytest.raises(ModelError, match="needs value, this model computes entropy, logp"):
+    with pytest.raises(ModelError, match="needs value, this model computes candidate_logp, entropy"):
         outputs(language_model("llama"), kit.sequences(), {"value"}, 1.0)
 
 

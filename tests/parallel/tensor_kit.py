@@ -14,9 +14,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tutelage.errors import ModelError
+from tutelage.math.logprobs import Asked
 from tutelage.models.parallel.tensor import tensor_parallel
 from tutelage.models.parallel.tokens import TokenParallel, token_parallel
-from tutelage.models.parallel.vocabulary import vocabulary_logprobs
+from tutelage.models.parallel.vocabulary import vocabulary_outputs
 from tutelage.models.weights import blocks_of
 from tutelage.rollout.inprocess.engine import InProcessRollout
 from tutelage.rollout.sampling import SamplingParams
@@ -152,8 +153,8 @@ def sliced_softmax(rank: int, world: int, logits_rV: Tensor, targets_r: Tensor, 
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tensor",))
     start, end = [0, *cuts][rank], cuts[rank]
     slice_rv = logits_rV[:, start:end].clone().requires_grad_()
-    logp_r, entropy_r = vocabulary_logprobs(slice_rv, targets_r - start, mesh.get_group(), with_entropy=True)
-    assert entropy_r is not None
+    found = vocabulary_outputs(slice_rv, targets_r, start, mesh.get_group(), Asked(entropy=True))
+    logp_r, entropy_r = found["logp"], found["entropy"]
     weight_r = torch.arange(1.0, 1.0 + len(targets_r), dtype=logits_rV.dtype)
     ((logp_r + 2 * entropy_r) * weight_r).sum().backward()
     return logp_r.detach(), entropy_r.detach(), slice_rv.grad

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from tutelage.algorithms import dpo, grpo, ppo, reward_model, sft
+from tutelage.algorithms import distill, dpo, grpo, kto, nash_md, online_dpo, ppo, raft, reward_model, sft, xpo
 from tutelage.errors import ConfigError
-from tutelage.named import load_named
+from tutelage.named import load_module
 from tutelage.protocols import Algorithm
 
 ALGORITHMS: dict[str, Algorithm] = {
     "sft": sft,
     "reward_model": reward_model,
     "dpo": dpo,
+    "kto": kto,
     "ppo": ppo,
     "grpo": grpo,
+    "online_dpo": online_dpo,
+    "xpo": xpo,
+    "nash_md": nash_md,
+    "distill": distill,
+    "raft": raft,
 }
 
 NEEDED = ("ROLES", "PREFIXES", "PUBLISHED", "initial_state", "state_from", "collect", "advantages", "learn")
@@ -24,7 +30,7 @@ def algorithm_of(cfg: Any) -> Algorithm:
     """The stage's own, or the recipe's `implementation`.  Raises ConfigError for one that is not an algorithm."""
     if cfg.implementation is None:
         return ALGORITHMS[cfg.algorithm]
-    found: Algorithm = load_named(cfg.implementation, "algorithm")
+    found: Algorithm = load_module(cfg.implementation, "algorithm")
     missing = [name for name in NEEDED if not hasattr(found, name)]
     if missing:
         raise ConfigError(

@@ -6,28 +6,31 @@ and, in the schedule, weight publication.   Shapes: B sequences, T response toke
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tutelage.algorithms import policy
+from tutelage.algorithms.policy import PolicyLoss as PolicyLoss
 from tutelage.algorithms.policy import (
-    PolicyLoss,
     PolicyState,
+    actor_loss,
     budget_scale,
     corrected,
+    counted_tokens,
     generate,
     masked_row_sum,
     reference_stats,
-    rollout_stats,
+    sampling_stats,
     scores_of,
     sequence_kl_of,
     token_weights,
     updates_of,
     with_old_logprobs,
 )
+from tutelage.algorithms.rollout_stats import scored_rows
 from tutelage.config.ppo import PPOConfig
 from tutelage.math.advantages import gae, whiten
 from tutelage.math.kl import KL_ESTIMATORS, kl_shaped_reward
@@ -56,12 +59,15 @@ def infer(rollout: Any, roles: Any, cfg: PPOConfig) -> Any:
 
 
 def advantages(batch: Rollout, state: PolicyState, cfg: PPOConfig) -> tuple[Rollout, PolicyState, Stats]:
-    """KL-shaped rewards, GAE and whitening over the global batch, once, before it is cut."""
+    """KL-shaped rewards, GAE and whitening over the global batch, once, before it is cut.
+
+    A response without a score weighs nothing, and no statistic but those of the KL knows it.
+    """
     batch = with_old_logprobs(batch, cfg)
-    trained = batch.sequences.trained
-    mask_BT = trained.padded()
+    trained, valid_B = batch.sequences.trained, scored_rows(batch)
+    mask_BT = trained.padded() & valid_B[:, None]
     logp_BT, ref_logp_BT = batch.column("old_logp").padded(), batch.column("ref_logp").padded()
-    score_B = scores_of(batch, cfg)
+    score_B = scores_of(batch, cfg).masked_fill(~valid_B, 0.0)
     in_reward = cfg.kl.placement == "reward"
     penalty_BT = KL_ESTIMATORS[cfg.kl.estimator if in_reward else "k1"](logp_BT, ref_logp_BT)
     coef = state.kl.coef if in_reward else 0.0
@@ -84,23 +90,27 @@ def advantages(batch: Rollout, state: PolicyState, cfg: PPOConfig) -> tuple[Roll
     scale = budget_scale(float(kl_B.mean()), cfg)
     non_score_B = -coef * masked_row_sum(penalty_BT, mask_BT)
     stats = {
-        **rollout_stats(batch),
+        **sampling_stats(batch, valid_B),
         **reference_stats(batch, kl_B, score_B, non_score_B, scale, state.kl.coef),
         **off_policy,
+        "reward/rlhf": Stat.of(score_B + non_score_B, valid_B),
+        "reward/non_score": Stat.of(non_score_B, valid_B),
         "value/explained_variance": explained_variance(value_BT, return_BT, mask_BT),
     }
-    state = replace(state, step=state.step + 1, kl=state.kl.after(float(kl_B.mean()), len(batch)))
+    state = state.after(batch, state.kl.after(float(kl_B.mean()), len(batch)))
     lens = trained.lens
     scored = batch.adding(
-        advantage=Ragged.from_padded(signal_BT * scale, lens), ret=Ragged.from_padded(return_BT, lens)
+        advantage=Ragged.from_padded(signal_BT * scale, lens),
+        ret=Ragged.from_padded(return_BT, lens),
+        counted=None if bool(valid_B.all()) else valid_B,
     )
     return scored, state, stats
 
 
 def learn(batch: Any, roles: Any, cfg: PPOConfig, state: PolicyState) -> list[dict[str, Any]]:
-    """Clipped updates: `epochs` passes over the batch, each in `minibatches` parts."""
-    actor, critic = PolicyLoss(cfg, state.kl.coef), ValueLoss(cfg)
-    return [roles.update(mb, actor=actor, critic=critic) for mb in updates_of(batch, cfg, state.step)]
+    """Updates by the policy loss: `epochs` passes over the batch, each in `minibatches` parts."""
+    critic, updates = ValueLoss(cfg), enumerate(updates_of(batch, cfg, state.step))
+    return [roles.update(mb, actor=actor_loss(cfg, state, mb, k), critic=critic) for k, mb in updates]
 
 
 @dataclass(frozen=True)
@@ -118,7 +128,7 @@ class ValueLoss:
 
     def items(self, out: Outputs, batch: Rollout) -> tuple[Tensor, Stats]:
         assert out.value is not None
-        mask = batch.sequences.trained.flat
+        mask = counted_tokens(batch)
         old_value, ret = without_bootstrap(batch.column("value")), batch.column("ret").flat
         terms = clipped_value_loss(out.value, old_value, ret, self.cfg.ppo.clip_value)
         stats = {"clip_fraction": Stat.of(terms.clipped, mask), "error": Stat.of(terms.loss, mask)}

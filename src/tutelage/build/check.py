@@ -5,11 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from tutelage.algorithms import algorithm_of
+from tutelage.algorithms.grpo import estimator_of
+from tutelage.algorithms.policy import policy_loss_function
 from tutelage.build.data import stage_data, training_source
-from tutelage.build.functions import load_gold, rule_sources, with_rule_paths
+from tutelage.build.functions import held_out_rules, load_gold, rule_sources, with_rule_paths
 from tutelage.build.ready import require_extras, require_ready
 from tutelage.build.stages import build_stage
-from tutelage.config import AnyConfig, GeneratingConfig, PPOConfig, RewardModelConfig
+from tutelage.config import (
+    AnyConfig,
+    DistillConfig,
+    GeneratingConfig,
+    GRPOConfig,
+    PolicyGradientConfig,
+    PPOConfig,
+    RewardModelConfig,
+)
+from tutelage.config.grpo import refill_warnings
 from tutelage.config.loading import Loaded
 from tutelage.models.load import require_model, weights_size
 
@@ -31,6 +42,7 @@ def check_recipe(loaded: Loaded) -> list[str]:
     _, steps = training_source(cfg, len(data.prepared.train))
     held_out = 0 if data.prepared.eval is None else len(data.prepared.eval)
     lines.append(f"train: {len(data.prepared.train)} rows, held out: {held_out}, steps: {steps}")
+    lines += refill_warnings(cfg, len(data.prepared.train), steps)
     if isinstance(cfg, RewardModelConfig) and cfg.reward_model.folds > 1:
         lines.append(f"cross-validation: {cfg.reward_model.folds} models on grouped folds")
     lines.append(f"run folder: {Path(cfg.output_dir) / cfg.name}")
@@ -43,10 +55,18 @@ def require_named(cfg: AnyConfig) -> dict[str, str]:
     if isinstance(cfg, GeneratingConfig):
         if cfg.reward.model is not None:
             models["reward"] = cfg.reward.model
+        models |= {f"reward_{i}": path for i, path in enumerate(cfg.reward.ensemble, 1)}
         if isinstance(cfg, PPOConfig) and cfg.critic.init not in ("auto", "reward", "policy"):
             models["critic"] = cfg.critic.init
+        if isinstance(cfg, DistillConfig):
+            models["teacher"] = cfg.teacher.path
         rule_sources(cfg)
         load_gold(cfg)
+        held_out_rules(cfg)
+    if isinstance(cfg, PolicyGradientConfig):
+        policy_loss_function(cfg.policy_loss.kind)
+    if isinstance(cfg, GRPOConfig):
+        estimator_of(cfg)
     for path in models.values():
         require_model(path)
     return models

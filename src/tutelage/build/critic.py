@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tutelage.build.kit import Kit
-from tutelage.build.reward import load_reward_model
+from tutelage.build.reward import load_reward_model, step_settings
 from tutelage.engines.engine import ModelEngine
 from tutelage.errors import ModelError
 from tutelage.models.heads import ScalarModel
@@ -23,7 +23,7 @@ def starting_point(kit: Kit) -> tuple[ScalarModel, str]:
         return _loaded(kit, wanted), f"critic starts from {wanted}"
     reward = None if cfg.reward.model is None or wanted == "policy" else load_reward_model(kit, "critic")
     obstacle = "there is no reward model" if reward is None else reward.critic_obstacle(kit.template.tokenizer)
-    if obstacle is None and (cfg.reward.rules or cfg.reward.weight != 1):
+    if obstacle is None and reward_mixed(kit):
         obstacle = "the reward is not the reward model's score alone, so its head would start on another scale"
     if wanted == "reward" and obstacle is not None:
         raise ModelError(
@@ -35,6 +35,13 @@ def starting_point(kit: Kit) -> tuple[ScalarModel, str]:
         return _from(kit, reward, cfg.reward.model), "critic starts from the reward model, head included"
     why = f" ({obstacle})" if wanted == "auto" else ""
     return _from(kit, None, cfg.model.path), f"critic starts from the policy with a new head{why}"
+
+
+def reward_mixed(kit: Kit) -> bool:
+    """Whether the reward is anything else than the one reward model's score of a whole answer."""
+    reward = kit.cfg.reward
+    others = reward.rules or reward.ensemble or reward.weight != 1 or kit.cfg.environment.functions
+    return bool(others) or step_settings(kit, reward.model) is not None
 
 
 def _from(kit: Kit, reward: ScalarModel | None, path: str) -> ScalarModel:

@@ -10,7 +10,9 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig
 
-from tutelage.config import AnyConfig, GeneratingConfig, RewardModelConfig, SFTConfig
+from tutelage.build.environments import with_environments
+from tutelage.config import AnyConfig, GeneratingConfig, KTOConfig, RewardModelConfig, SFTConfig
+from tutelage.data.answers import prepare_labelled, prepare_steps, prepare_unpaired
 from tutelage.data.chat import ChatTemplate
 from tutelage.data.prepare import Prepared, prepare_demonstrations, prepare_pairs, prepare_prompts
 from tutelage.data.sampler import EpochSampler
@@ -82,19 +84,34 @@ def stage_data(cfg: AnyConfig) -> StageData:
         prepared = prepare_prompts(
             cfg.data, template, cfg.seed, context=context, max_new_tokens=cfg.rollout.max_new_tokens
         )
+        prepared = with_environments(cfg, prepared)
+    elif isinstance(cfg, KTOConfig):
+        prepare = prepare_unpaired if cfg.kto.loss == "kto" else prepare_labelled
+        prepared = prepare(cfg.data, template, cfg.seed, context=context)
+    elif isinstance(cfg, RewardModelConfig) and cfg.reward_model.scores_steps:
+        prepared = labelled_steps(cfg, template, context)
     else:
         prepared = prepare_pairs(cfg.data, template, cfg.seed, context=context)
     return StageData(template, prepared, context, batch_notes(cfg, prepared))
 
 
+def labelled_steps(cfg: RewardModelConfig, template: ChatTemplate, context: int | None) -> Prepared[Any]:
+    """Rows of a process reward model, with labels that its loss can take."""
+
+    def allowed(label: float) -> bool:
+        return cfg.reward_model.loss != "step_bce" or 0.0 <= label <= 1.0
+
+    separator = cfg.reward_model.step_separator
+    return prepare_steps(cfg.data, template, cfg.seed, separator, context=context, allowed=allowed)
+
+
 def batch_notes(cfg: AnyConfig, prepared: Prepared[Any]) -> tuple[str, ...]:
     """What the batch settings do to these rows.  Raises ConfigError where they cannot work together."""
     rows = len(prepared.train)
-    if isinstance(cfg, RewardModelConfig) and cfg.reward_model.use_margin and not bool(prepared.train.margin.any()):
-        raise ConfigError(
-            f"reward_model.use_margin is true, but no row of {cfg.data.train} has a margin",
-            fix="add a margin column, name it in data.columns, or drop use_margin",
-        )
+    if isinstance(cfg, RewardModelConfig) and not cfg.reward_model.scores_steps:
+        require_margins(cfg, prepared.train.margin)
+    if isinstance(cfg, KTOConfig):
+        return balance_notes(cfg, prepared.train.desirable)
     if not isinstance(cfg, GeneratingConfig):
         return ()
     size, wanted = min(cfg.rollout.prompts_per_step, rows), cfg.rollout.prompts_per_step
@@ -117,6 +134,55 @@ def batch_notes(cfg: AnyConfig, prepared: Prepared[Any]) -> tuple[str, ...]:
         return (f"there are {rows} prompts, fewer than rollout.prompts_per_step {wanted}: a step takes all of them",)
     left_out = rows % size
     return (f"{left_out} of {rows} prompts are left out of each pass, others each time",) if left_out else ()
+
+
+def require_margins(cfg: RewardModelConfig, margin_P: Tensor) -> None:
+    """Raises ConfigError where the loss reads margins that the rows do not have."""
+    fix = "add a margin column, name it in data.columns, or"
+    if cfg.reward_model.use_margin and not bool(margin_P.any()):
+        raise ConfigError(
+            f"reward_model.use_margin is true, but no row of {cfg.data.train} has a margin",
+            fix=f"{fix} drop use_margin",
+        )
+    bad = int((margin_P <= 0).sum())
+    if cfg.reward_model.loss == "scaled_bradley_terry" and bad:
+        raise ConfigError(
+            f"reward_model.loss is scaled_bradley_terry, and {bad} of {len(margin_P)} rows have no margin above 0",
+            fix=f"{fix} use bradley_terry",
+        )
+
+
+KTO_BALANCE = (1.0, 4.0 / 3.0)
+"""Where desirable_weight * desirable / (undesirable_weight * undesirable) belongs (arXiv:2402.01306, section 4.2)."""
+
+
+def balance_notes(cfg: KTOConfig, desirable_B: Tensor) -> tuple[str, ...]:
+    """A note where the kinds of answers are out of the balance that KTO's authors recommend.
+
+    Raises ConfigError where no answer of the training rows has a loss above 0.
+    """
+    good, bad = int(desirable_B.sum()), int((~desirable_B).sum())
+    if cfg.kto.loss == "bco":
+        return () if good and bad else (f"all {good + bad} answers are of one kind: there is nothing to classify",)
+    weighted = cfg.kto.desirable_weight * good, cfg.kto.undesirable_weight * bad
+    if not any(weighted):
+        raise ConfigError(
+            f"every loss has the weight 0: {good} desirable answers x {cfg.kto.desirable_weight:g}, {bad} undesirable "
+            f"ones x {cfg.kto.undesirable_weight:g}",
+            fix="raise kto.desirable_weight or kto.undesirable_weight",
+        )
+    ratio = weighted[0] / weighted[1] if weighted[1] else float("inf")
+    low, high = KTO_BALANCE
+    if low <= ratio <= high:
+        return ()
+    advice = ""
+    if good and bad and cfg.kto.undesirable_weight:
+        fitting = cfg.kto.undesirable_weight * bad / good
+        advice = f"; kto.desirable_weight from {low * fitting:.3g} to {high * fitting:.3g} would put it there"
+    return (
+        f"{good} desirable answers x {cfg.kto.desirable_weight:g} over {bad} undesirable ones x "
+        f"{cfg.kto.undesirable_weight:g} is {ratio:.3g}, outside of {low:g} to {high:.3g}{advice}",
+    )
 
 
 def section(cfg: AnyConfig) -> Any:

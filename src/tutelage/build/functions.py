@@ -1,38 +1,67 @@
-"""Functions that a recipe names: rule rewards, and the gold function of the evaluation."""
+"""Functions that a recipe names: rule rewards, the rules and the gold function of the evaluation."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from tutelage.config import AnyConfig, GeneratingConfig
+from tutelage.config.rewards import RuleSettings
+from tutelage.config.schema import Schema
 from tutelage.errors import RewardError
 from tutelage.evals.answers import Gold
 from tutelage.rewards.rules import RuleSource, load_rule
 
 
 def with_rule_paths(cfg: AnyConfig, recipe: Path) -> AnyConfig:
-    """Files of code beside the recipe by their full path, which the run folder's copy of the settings needs."""
-    if cfg.implementation is not None:
-        cfg = cfg.model_copy(update={"implementation": beside(cfg.implementation, recipe.parent)})
-    if not isinstance(cfg, GeneratingConfig):
-        return cfg
-    rules = [rule.model_copy(update={"function": beside(rule.function, recipe.parent)}) for rule in cfg.reward.rules]
-    evaluation = cfg.evaluation
-    if evaluation.gold is not None:
-        evaluation = evaluation.model_copy(update={"gold": beside(evaluation.gold, recipe.parent)})
-    return cfg.model_copy(update={"reward": cfg.reward.model_copy(update={"rules": rules}), "evaluation": evaluation})
+    """Files of code beside the recipe by their full path, which the run folder's copy of the settings needs.
+
+    Any setting may name one, as `file.py:name`; `implementation` also as `file.py`.
+    """
+    found: AnyConfig = _beside(cfg, recipe.parent)
+    if found.implementation is not None:
+        found = found.model_copy(update={"implementation": beside(found.implementation, recipe.parent)})
+    return found
+
+
+def _beside(value: Any, folder: Path) -> Any:
+    if isinstance(value, Schema):
+        named = {name: getattr(value, name) for name in type(value).model_fields}
+        changed = {name: new for name, old in named.items() if (new := _beside(old, folder)) is not old}
+        return value.model_copy(update=changed) if changed else value
+    if isinstance(value, str):
+        return beside(value, folder) if ".py:" in value else value
+    if isinstance(value, list) and any(isinstance(entry, Schema | str) for entry in value):
+        return [_beside(entry, folder) for entry in value]
+    if isinstance(value, dict) and any(isinstance(entry, Schema | str) for entry in value.values()):
+        return {name: _beside(entry, folder) for name, entry in value.items()}
+    return value
 
 
 def beside(function: str, folder: Path) -> str:
+    """`file.py:name`, or `file.py`, with the full path where the file is in the folder."""
     place, colon, name = function.partition(".py:")
-    path = folder / f"{place}.py"
-    return f"{path.resolve()}:{name}" if colon and path.is_file() else function
+    path = folder / (f"{place}.py" if colon else function)
+    if path.suffix != ".py" or not path.is_file():
+        return function
+    return f"{path.resolve()}:{name}" if colon else str(path.resolve())
+
+
+def rule_source(rule: RuleSettings, name: str | None = None) -> RuleSource:
+    """Raises RewardError or MissingExtraError for a rule that cannot be loaded."""
+    return RuleSource(
+        rule.function, name=name, settings=rule.settings, seconds=rule.seconds, concurrency=rule.concurrency
+    )
 
 
 def rule_sources(cfg: GeneratingConfig) -> list[tuple[RuleSource, float]]:
-    """Every rule of the recipe with its weight.  Raises RewardError for one that cannot be loaded."""
-    return [(RuleSource(rule.function), rule.weight) for rule in cfg.reward.rules]
+    """Every rule of the recipe with its weight.  Raises as `rule_source`."""
+    return [(rule_source(rule), rule.weight) for rule in cfg.reward.rules]
+
+
+def held_out_rules(cfg: GeneratingConfig) -> dict[str, RuleSource]:
+    """`evaluation.rules` by their names.  Raises as `rule_source`."""
+    return {rule.name: rule_source(rule, rule.name) for rule in cfg.evaluation.rules}
 
 
 def load_gold(cfg: GeneratingConfig) -> Gold | None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from tutelage.build.environments import episodes, has_environments, most_tokens, room_for_a_turn
 from tutelage.build.kit import Kit
 from tutelage.engines.engine import ModelEngine
+from tutelage.errors import ClusterError
 from tutelage.models.language_model import LanguageModel
 from tutelage.models.load import context_length
-from tutelage.models.lora import write_adapter
+from tutelage.models.lora import adapter_off, write_adapter
 from tutelage.roles.actor import Sender
 from tutelage.roles.generator import Generator
+from tutelage.rollout.environments.driver import HeldContext, ReceivingEpisodes
 from tutelage.rollout.inprocess.engine import InProcessRollout
+from tutelage.rollout.inprocess.mixture import GeometricMixture
 from tutelage.rollout.inprocess.partial import InProcessPartial
 from tutelage.rollout.inprocess.receiving import ReceivingInProcess
 from tutelage.rollout.sampling import SamplingParams
@@ -33,13 +39,22 @@ def generates_elsewhere(cfg: Any) -> bool:
 
 
 def beside_actor(kit: Kit, engine: ModelEngine) -> tuple[Any, Any]:
-    """The rollout engine in the actor's processes, whole and partial, or None twice where another role generates."""
+    """The rollout engine in the actor's processes, whole and partial, or None twice where another role generates.
+
+    Episodes with environments have no partial one.
+    """
     if generates_elsewhere(kit.cfg):
         return None, None
+    several_turns = has_environments(kit.cfg)
     if kit.cfg.rollout.engine == "inprocess":
-        rollout = in_process(kit, kit.policy, engine)
+        held = HeldContext(engine.forward_context)
+        rollout = in_process(kit, kit.policy, held)
+        if several_turns:
+            return episodes(kit, rollout, rollout.complete, most_tokens(kit, kit.policy), held), None
         return rollout, InProcessPartial(rollout)
     turns = vllm(kit, engine.named_weights, adapter_writer(kit, engine))
+    if several_turns:
+        return episodes(kit, turns, turns.rollout.complete, turns.rollout.spec.config.max_model_len), None
     return turns, turns
 
 
@@ -61,10 +76,20 @@ def generator(kit: Kit) -> Generator:
     if kit.cfg.rollout.engine == "inprocess":
         policy = kit.frozen_policy(ROLLOUT)
         engine = kit.engine(ROLLOUT, policy, None)
-        rollout = in_process(kit, policy, engine)
-        return Generator(ReceivingInProcess(rollout, policy.model), rank, 0, InProcessPartial(rollout))
-    turns = vllm(kit, None)
-    return Generator(turns, rank, kit.cfg.rollout.vllm.tensor_parallel, turns)
+        held = HeldContext(engine.forward_context)
+        rollout = in_process(kit, policy, held)
+        receiving = ReceivingInProcess(rollout, policy.model)
+        if has_environments(kit.cfg):
+            made = episodes(kit, rollout, rollout.complete, most_tokens(kit, policy), held)
+            several = ReceivingEpisodes(made, receiving)
+            return Generator(several, rank, 0, several)
+        return Generator(receiving, rank, 0, InProcessPartial(rollout))
+    turns, workers = vllm(kit, None), kit.cfg.rollout.vllm.tensor_parallel
+    if has_environments(kit.cfg):
+        made = episodes(kit, turns, turns.rollout.complete, turns.rollout.spec.config.max_model_len)
+        several = ReceivingEpisodes(made, turns)
+        return Generator(several, rank, workers, several)
+    return Generator(turns, rank, workers, turns)
 
 
 def sender(kit: Kit) -> Callable[[int], Sender] | None:
@@ -117,19 +142,62 @@ def sampling(cfg: Any) -> SamplingParams:
     )
 
 
-def in_process(kit: Kit, policy: LanguageModel, engine: ModelEngine) -> InProcessRollout:
+def in_process(kit: Kit, policy: LanguageModel, context: Callable[[], AbstractContextManager[Any]]) -> InProcessRollout:
+    return generating_with(kit, policy.model, context)
+
+
+def generating_with(kit: Kit, model: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> InProcessRollout:
+    """The in-process engine of the recipe on a model; context: what its forward passes run in."""
     progress = kit.place.progress
     return InProcessRollout(
-        policy.model,
+        model,
         kit.template.tokenizer,
         kit.template.eos_ids,
         sampling(kit.cfg),
         seed=kit.cfg.seed,
         tokens_in_flight=kit.cfg.rollout.tokens_in_flight,
         progress=lambda done, total: progress("rollout", done, total),
-        forward_context=engine.forward_context,
+        forward_context=context,
         response_prefix=kit.template.response_prefix,
     )
+
+
+def from_reference(kit: Kit, engine: ModelEngine, adapter: bool) -> InProcessRollout:
+    """Samples from the reference; adapter False: from the policy's base, with its adapter off."""
+    model = policy_of(engine)
+    off = nullcontext if adapter else functools.partial(adapter_off, model.adapted)
+    return generating_with(kit, model.model, functools.partial(together, engine.forward_context, off))
+
+
+def from_mixture(kit: Kit, engine: ModelEngine, adapter: bool, coef: float) -> InProcessRollout:
+    """Samples from policy^(1 - coef) reference^coef, token by token, with the policy's weights of the moment.
+
+    Raises ClusterError where the reference's processes do not hold the policy too.
+    """
+    if "actor" not in kit.names or kit.place.layout("actor") != kit.place.layout("reference"):
+        raise ClusterError(
+            "the mixture of policy and reference needs both in the same processes, arranged alike",
+            fix="give actor and reference one pool and one layout in the cluster section",
+        )
+    reference = policy_of(engine)
+    off = nullcontext if adapter else functools.partial(adapter_off, reference.adapted)
+    mixture = GeometricMixture(kit.policy.model, reference.model, coef, off)
+    contexts = dict.fromkeys([kit.policy_engine.forward_context, engine.forward_context])
+    return generating_with(kit, mixture, functools.partial(together, *contexts))
+
+
+def policy_of(engine: ModelEngine) -> LanguageModel:
+    assert isinstance(engine.model, LanguageModel), "a reference is a language model"
+    return engine.model
+
+
+@contextmanager
+def together(*contexts: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """All of these, entered in their order."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
 
 
 def vllm(
@@ -144,7 +212,7 @@ def vllm(
     cfg, progress = kit.cfg, kit.place.progress
     settings = cfg.rollout.vllm
     if settings.max_model_len is None:
-        longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+        longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens + room_for_a_turn(cfg)
         context = context_length(cfg.model.path)
         settings = settings.model_copy(update={"max_model_len": longest if context is None else min(longest, context)})
     spec = VLLMSpec(

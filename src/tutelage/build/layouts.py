@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tutelage.build.generation import ROLLOUT, generates_elsewhere
-from tutelage.config import AnyConfig
+from tutelage.config import AnyConfig, DistillConfig
 from tutelage.errors import ConfigError
 from tutelage.models.load import load_config
 from tutelage.models.parallel.pipeline import pipeline_obstacle
@@ -57,6 +57,8 @@ def models_of(cfg: Any, roles: tuple[str, ...]) -> dict[str, str]:
         del found["reward"]
         if cfg.reward.model is not None:
             found["reward"] = cfg.reward.model
+    if isinstance(cfg, DistillConfig):
+        found["teacher"] = cfg.teacher.path
     if cfg.algorithm == "ppo" and "critic" in found and cfg.critic.init not in ("auto", "policy"):
         found["critic"] = cfg.reward.model if cfg.critic.init == "reward" else cfg.critic.init
     return found

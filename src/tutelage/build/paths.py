@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tutelage.config import AnyConfig, GeneratingConfig, PPOConfig
+from tutelage.config import AnyConfig, DistillConfig, GeneratingConfig, PPOConfig
 from tutelage.models.paths import is_local
 
 
@@ -16,8 +16,12 @@ def with_full_paths(cfg: AnyConfig) -> AnyConfig:
         "output_dir": str(Path(cfg.output_dir).expanduser().absolute()),
         "model": cfg.model.model_copy(update={"path": full(cfg.model.path)}),
     }
-    if isinstance(cfg, GeneratingConfig) and cfg.reward.model is not None:
-        changed["reward"] = cfg.reward.model_copy(update={"model": full(cfg.reward.model)})
+    if isinstance(cfg, GeneratingConfig):
+        model = None if cfg.reward.model is None else full(cfg.reward.model)
+        ensemble = [full(path) for path in cfg.reward.ensemble]
+        changed["reward"] = cfg.reward.model_copy(update={"model": model, "ensemble": ensemble})
+    if isinstance(cfg, DistillConfig):
+        changed["teacher"] = cfg.teacher.model_copy(update={"path": full(cfg.teacher.path)})
     if isinstance(cfg, PPOConfig) and cfg.critic.init not in ("auto", "policy", "reward"):
         changed["critic"] = cfg.critic.model_copy(update={"init": full(cfg.critic.init)})
     return cfg.model_copy(update=changed)

@@ -13,9 +13,10 @@ import torch
 from tutelage.build.critic import build_critic
 from tutelage.build.generation import beside_actor, sender
 from tutelage.build.kit import Facts, Kit
-from tutelage.build.reward import build_reward
+from tutelage.build.reward import STEPS_FILE, build_reward
 from tutelage.config import RewardModelConfig
 from tutelage.engines.engine import ModelEngine
+from tutelage.errors import ModelError
 from tutelage.layout import Built, Place
 from tutelage.models.features import FeatureCache
 from tutelage.roles.actor import Actor
@@ -88,14 +89,35 @@ def learning_reward(kit: Kit, features: FeatureCache | None = None) -> Learner:
         "reward",
         cfg.model,
         "reward",
-        pooling=settings.pooling,
+        pooling="last" if settings.scores_steps else settings.pooling,
         tokenizer=kit.template.tokenizer,
         keep_layers=settings.keep_layers,
     )
-    if settings.train_layers == 0:
+    if settings.scores_steps and not model.trunk.causal:
+        raise ModelError(
+            f"{cfg.model.path} is an encoder, whose tokens see the steps that come after them",
+            fix="give a decoder for reward_model.loss step_bce and step_mse",
+        )
+    if settings.train_layers == 0 and not settings.scores_steps:
         model.features = FeatureCache() if features is None else features
     engine = kit.engine("reward", model, cfg.optim, train_layers=settings.train_layers)
+    if settings.scores_steps:
+        return Learner(engine, steps_exporter(kit))
     return Learner(engine, centred_exporter(kit, engine) if settings.centre_on_chosen else kit.exporter())
+
+
+def steps_exporter(kit: Kit) -> Exporting:
+    """Every model folder that is written says that the model scores steps, and how they are told apart."""
+    settings = kit.cfg.reward_model
+
+    @contextmanager
+    def exporting(folder: Path) -> Iterator[None]:
+        with kit.exporter()(folder):
+            yield
+        if kit.place.rank == 0:
+            write_json(folder / STEPS_FILE, {"separator": settings.step_separator, "loss": settings.loss})
+
+    return exporting
 
 
 def centred_exporter(kit: Kit, engine: ModelEngine) -> Exporting:

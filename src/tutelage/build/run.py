@@ -12,6 +12,7 @@ from tutelage import runfolder
 from tutelage.algorithms import algorithm_of
 from tutelage.build.check import require_named
 from tutelage.build.data import StageData, batch_maker, stage_data, training_source
+from tutelage.build.environments import has_environments
 from tutelage.build.folds import cross_validate
 from tutelage.build.functions import with_rule_paths
 from tutelage.build.generation import connect, first_weights_are_published, routed
@@ -21,12 +22,14 @@ from tutelage.build.ready import require_extras, require_ready
 from tutelage.build.stages import Stage, build_stage
 from tutelage.build.transport import make_transport, restart_lost
 from tutelage.checkpoints import Checkpoints
-from tutelage.config import AnyConfig, RewardModelConfig, dump_config
+from tutelage.config import AnyConfig, DistillConfig, GeneratingConfig, RewardModelConfig, dump_config
 from tutelage.config.checks import check_sense
+from tutelage.config.grpo import refill_warnings
 from tutelage.config.loading import Loaded
 from tutelage.config.resuming import load_to_resume
 from tutelage.controller import Controller
 from tutelage.errors import CheckpointError, ClusterError
+from tutelage.evals.unscored import UnscoredResponses
 from tutelage.mirror import Mirror
 from tutelage.models.paths import local_path
 from tutelage.protocols import Transport
@@ -59,7 +62,8 @@ def run_recipe(loaded: Loaded, display: str = "auto") -> RunResult:
         folder = start_folder(cfg, data)
         return RunResult(folder, cross_validate(cfg, data, folder, display))
     stage = build_stage(cfg, data)
-    stage.notes += check_sense(cfg)
+    rows = len(data.prepared.train)
+    stage.notes += [*check_sense(cfg), *refill_warnings(cfg, rows, training_source(cfg, rows)[1])]
     require_ready(cfg, data, stage.names)
     if cfg.checkpoint.mirror is not None:
         mirror = Mirror.of(cfg.checkpoint.mirror, Path(runfolder.next_name(cfg.output_dir, cfg.name)))
@@ -206,10 +210,18 @@ def assemble(
         trackers=make_trackers(cfg.tracking, folder, cfg.name, cfg.model_dump(), first_step=first_step),
         finish=lambda: spec.finish(roles),
         mirror=None if cfg.checkpoint.mirror is None else Mirror.of(cfg.checkpoint.mirror, folder),
+        after_step=UnscoredResponses(roles, folder).take if skips_unscored(cfg) else None,
         rebuild=lambda error: rebuild(error, cfg, transport, handles),
         restarts=cfg.cluster.restarts,
         state=algorithm.initial_state(cfg),
     )
+
+
+def skips_unscored(cfg: AnyConfig) -> bool:
+    """Whether a response without a score is left out, and told of, instead of ending the run."""
+    if not isinstance(cfg, GeneratingConfig) or (isinstance(cfg, DistillConfig) and not cfg.rewarded):
+        return False
+    return cfg.reward.on_error == "skip" or has_environments(cfg)
 
 
 def rebuild(error: ClusterError, cfg: AnyConfig, transport: Transport, handles: dict[str, Any]) -> str:

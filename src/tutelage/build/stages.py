@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tutelage.alarms import Alarms
-from tutelage.algorithms.dpo import DPOLoss
+from tutelage.algorithms import kto
+from tutelage.algorithms.distill import roles_needed as distill_roles
+from tutelage.algorithms.dpo import roles_needed as dpo_roles
 from tutelage.algorithms.grpo import roles_needed
-from tutelage.algorithms.reward_model import PairLoss
+from tutelage.algorithms.raft import roles_needed as raft_roles
+from tutelage.algorithms.reward_model import loss_of
 from tutelage.algorithms.sft import SFTLoss
-from tutelage.build import roles
+from tutelage.build import distillation, online, preference, roles
 from tutelage.build.data import StageData, section, training_source
-from tutelage.build.functions import load_gold
+from tutelage.build.environments import has_environments
+from tutelage.build.functions import held_out_rules, load_gold
 from tutelage.build.generation import ROLLOUT, generates_elsewhere, generator
 from tutelage.build.kit import Facts
 from tutelage.build.roles import RoleMaker, StageRoles
 from tutelage.config import AnyConfig
-from tutelage.evals.answers import HeldOutAnswers, first_prompts
+from tutelage.evals.answers import HeldOutAnswers, Judging, first_prompts
 from tutelage.evals.evaluation import Evaluator, HeldOutLoss
 from tutelage.types import Sequences
 
@@ -46,6 +50,7 @@ class StageSpec:
     alarms     config -> what to watch, or None.
     finish     handles -> what the summary says besides.
     centring   (config, data) -> answers that an exported reward model is centred on, or None.
+    of_run     (config, data) -> the fields above that this run has otherwise, such as another maker of a role.
     """
 
     makers: dict[str, RoleMaker]
@@ -56,6 +61,7 @@ class StageSpec:
     alarms: Callable[[Any], Alarms | None] = lambda cfg: None
     finish: Callable[[Any], Mapping[str, Any]] = no_last_word
     centring: Callable[[Any, StageData], Sequences | None] = lambda cfg, data: None
+    of_run: Callable[[Any, StageData], Mapping[str, Any]] = lambda cfg, data: {}
 
 
 @dataclass
@@ -71,6 +77,7 @@ class Stage:
 def build_stage(cfg: AnyConfig, data: StageData) -> Stage:
     """Nothing is loaded yet: a transport calls the builder where the roles run."""
     spec = STAGES[cfg.algorithm]
+    spec = replace(spec, **spec.of_run(cfg, data))
     updates = total_updates(cfg, data)
     facts = Facts(cfg, updates, spec.centring(cfg, data))
     names = spec.used(cfg) if spec.used else tuple(spec.makers)
@@ -104,28 +111,42 @@ def held_out_loss(role: str, loss: Callable[[Any], Any]) -> EvaluatorOf:
     return evaluator
 
 
-def held_out_pairs(cfg: Any, data: StageData, handles: Any, folder: Path) -> Evaluator | None:
-    """DPO's loss on held-out pairs; the reference, which never changes, is asked once."""
+def held_out_unpaired(cfg: Any, data: StageData, handles: Any, folder: Path) -> Evaluator | None:
+    """The `kto` stage's loss on held-out answers; the reference, which never changes, is asked once."""
     if data.prepared.eval is None:
         return None
 
-    def with_reference(pairs: Any) -> Any:
-        return pairs.adding(ref_logp=handles.reference.logprobs(pairs).gather())
+    def with_reference(answers: Any) -> Any:
+        return answers.adding(ref_logp=handles.reference.logprobs(answers).gather())
 
     rows = cfg.evaluation.max_rows
-    return HeldOutLoss(handles.actor, data.prepared.eval, DPOLoss.of(cfg), rows, with_reference)
+    return HeldOutLoss(handles.actor, data.prepared.eval, kto.held_out_loss(cfg), rows, with_reference)
 
 
-def held_out_answers(cfg: Any, data: StageData, handles: Any, folder: Path) -> Evaluator | None:
-    """Answers to held-out prompts, by proxy and gold."""
-    if data.prepared.eval is None:
-        return None
-    prompts = first_prompts(data.prepared.eval, cfg.evaluation.prompts)
-    return HeldOutAnswers(handles, prompts, load_gold(cfg), folder, cfg.kl.coef)
+def answers(kl_coef: Callable[[Any], float]) -> EvaluatorOf:
+    """Answers to held-out prompts, by proxy, gold and rules; kl_coef(config): what a nat of KL costs in quality."""
+
+    def evaluator(cfg: Any, data: StageData, handles: Any, folder: Path) -> Evaluator | None:
+        if data.prepared.eval is None:
+            return None
+        prompts = first_prompts(data.prepared.eval, cfg.evaluation.prompts)
+        return HeldOutAnswers(handles, prompts, load_gold(cfg), folder, kl_coef(cfg), judging(cfg))
+
+    return evaluator
+
+
+held_out_answers = answers(lambda cfg: float(cfg.kl.coef))
+
+
+def judging(cfg: Any) -> Judging:
+    """How held-out answers are judged, as the recipe says."""
+    said = cfg.evaluation
+    skip = cfg.reward.on_error == "skip" or has_environments(cfg)
+    return Judging(held_out_rules(cfg), said.samples, said.greedy, tuple(said.pass_at), skip)
 
 
 def chosen_sample(cfg: Any, data: StageData) -> Sequences | None:
-    if not cfg.reward_model.centre_on_chosen:
+    if cfg.reward_model.scores_steps or not cfg.reward_model.centre_on_chosen:
         return None
     chosen = data.prepared.train.chosen
     return chosen.select(torch.arange(min(len(chosen), CENTRED_ON)))
@@ -148,12 +169,12 @@ STAGES: dict[str, StageSpec] = {
     "sft": StageSpec(
         makers={"actor": roles.learning_policy},
         learners=("actor",),
-        evaluator=held_out_loss("actor", lambda cfg: SFTLoss(cfg.sft.aggregation)),
+        evaluator=held_out_loss("actor", SFTLoss.of),
     ),
     "reward_model": StageSpec(
         makers={"reward": roles.learning_reward},
         learners=("reward",),
-        evaluator=held_out_loss("reward", PairLoss.of),
+        evaluator=held_out_loss("reward", loss_of),
         centring=chosen_sample,
     ),
     "ppo": StageSpec(
@@ -178,9 +199,57 @@ STAGES: dict[str, StageSpec] = {
         alarms=Alarms,
         finish=inputs_cut,
     ),
+    "online_dpo": StageSpec(
+        makers={"actor": roles.actor, "reference": roles.reference, "reward": roles.reward},
+        learners=("actor",),
+        evaluator=answers(online.kl_coef),
+        updates=several_updates,
+        finish=inputs_cut,
+        of_run=online.of_run,
+    ),
+    "xpo": StageSpec(
+        makers={"actor": roles.actor, "reference": online.answering_reference, "reward": roles.reward},
+        learners=("actor",),
+        evaluator=answers(online.kl_coef),
+        updates=several_updates,
+        finish=inputs_cut,
+        of_run=online.of_run,
+    ),
+    "nash_md": StageSpec(
+        makers={"actor": roles.actor, "reference": online.mixing_reference, "reward": roles.reward},
+        learners=("actor",),
+        evaluator=answers(online.kl_coef),
+        updates=lambda cfg: int(cfg.nash_md.minibatches),
+        finish=inputs_cut,
+        of_run=online.of_run,
+    ),
+    "distill": StageSpec(
+        makers={"actor": roles.actor, "teacher": distillation.teacher, "reward": roles.reward},
+        learners=("actor",),
+        evaluator=distillation.held_out_distance,
+        used=distill_roles,
+        updates=several_updates,
+        finish=lambda handles: inputs_cut(handles) if "reward" in handles else {},
+        of_run=distillation.of_run,
+    ),
+    "raft": StageSpec(
+        makers={"actor": roles.actor, "reference": roles.reference, "reward": roles.reward},
+        learners=("actor",),
+        evaluator=held_out_answers,
+        used=raft_roles,
+        updates=several_updates,
+        finish=inputs_cut,
+    ),
     "dpo": StageSpec(
+        makers={"actor": preference.policy, "reference": roles.reference},
+        learners=("actor",),
+        evaluator=preference.held_out_pairs,
+        used=dpo_roles,
+        of_run=preference.of_run,
+    ),
+    "kto": StageSpec(
         makers={"actor": roles.learning_policy, "reference": roles.reference},
         learners=("actor",),
-        evaluator=held_out_pairs,
+        evaluator=held_out_unpaired,
     ),
 }

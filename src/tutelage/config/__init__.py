@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from tutelage.config.checks import check_effect, check_sense
+from tutelage.config.distill import DistillConfig
 from tutelage.config.dpo import DPOConfig
 from tutelage.config.generating import GeneratingConfig, PolicyGradientConfig
 from tutelage.config.grpo import GRPOConfig
+from tutelage.config.kto import KTOConfig
 from tutelage.config.loading import (
     Loaded,
     Source,
@@ -16,7 +18,9 @@ from tutelage.config.loading import (
     load_resolved,
     shipped_recipes,
 )
+from tutelage.config.online_dpo import NashMDConfig, OnlineDPOConfig, XPOConfig
 from tutelage.config.ppo import PPOConfig
+from tutelage.config.raft import RAFTConfig
 from tutelage.config.reward_model import RewardModelConfig
 from tutelage.config.sft import SFTConfig
 from tutelage.config.stages import SCHEMAS, AnyConfig
@@ -25,14 +29,20 @@ __all__ = [
     "SCHEMAS",
     "AnyConfig",
     "DPOConfig",
+    "DistillConfig",
     "GRPOConfig",
     "GeneratingConfig",
+    "KTOConfig",
     "Loaded",
+    "NashMDConfig",
+    "OnlineDPOConfig",
     "PPOConfig",
     "PolicyGradientConfig",
+    "RAFTConfig",
     "RewardModelConfig",
     "SFTConfig",
     "Source",
+    "XPOConfig",
     "check_effect",
     "check_sense",
     "dump_config",

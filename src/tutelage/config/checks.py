@@ -7,9 +7,14 @@ from typing import TYPE_CHECKING
 
 from tutelage.config import describe
 from tutelage.config.cluster_checks import cluster_problems
+from tutelage.config.distill import DistillConfig, distill_problems
+from tutelage.config.environments import environment_problems
 from tutelage.config.generating import GeneratingConfig, PolicyGradientConfig
-from tutelage.config.grpo import GRPOConfig
+from tutelage.config.grpo import GRPOConfig, grpo_problems
+from tutelage.config.online_dpo import preference_problems
+from tutelage.config.policy_loss import policy_loss_problems
 from tutelage.config.ppo import PPOConfig
+from tutelage.config.raft import raft_problems
 from tutelage.config.reward_model import RewardModelConfig
 from tutelage.errors import ConfigError
 
@@ -47,8 +52,10 @@ def check_sense(config: AnyConfig, sources: Mapping[str, object] | None = None) 
         _generating_problems(config, where, problems)
     if isinstance(config, PolicyGradientConfig):
         _policy_problems(config, where, problems)
+        policy_loss_problems(config, where, problems, warnings)
     if isinstance(config, GRPOConfig):
         _grpo_problems(config, where, problems)
+        grpo_problems(config, where, problems, warnings)
         if config.kl.coef == 0:
             warnings.append(
                 f"kl.coef is 0{_at('kl.coef', where)}: nothing holds the policy near its start, no reference is built, "
@@ -73,6 +80,7 @@ def check_sense(config: AnyConfig, sources: Mapping[str, object] | None = None) 
                 f"reward_model.folds is {config.reward_model.folds}{_at('reward_model.folds', where)}: the run reports "
                 "accuracy over all pairs and keeps no model; evaluation.*, checkpoint.* and tracking do not apply"
             )
+    problems += preference_problems(config, where)
     problems += cluster_problems(config, where)
     _refuse(problems, "")
     return warnings
@@ -91,12 +99,6 @@ def _ppo_problems(config: PPOConfig, where: Mapping[str, object], problems: list
 
 
 def _grpo_problems(config: GRPOConfig, where: Mapping[str, object], problems: list[str]) -> None:
-    samples = config.rollout.samples_per_prompt
-    if samples < 2:
-        problems.append(
-            f"rollout.samples_per_prompt is {samples}{_at('rollout.samples_per_prompt', where)}: a response is judged "
-            "against the others to its prompt, and alone it would never be trained on; use at least 2, better 8"
-        )
     if config.kl.coef == 0 and config.kl.budget is not None:
         problems.append(
             f"kl.budget is {config.kl.budget:g}{_at('kl.budget', where)} and kl.coef is 0{_at('kl.coef', where)}: "
@@ -139,6 +141,8 @@ def _generating_problems(config: GeneratingConfig, where: Mapping[str, object], 
     """Of every algorithm that learns from its own rollouts."""
     _reward_problems(config, where, problems)
     _schedule_problem(config, where, problems)
+    problems += environment_problems(config, where)
+    problems += [*distill_problems(config, where), *raft_problems(config, where)]
 
 
 def _schedule_problem(config: GeneratingConfig, where: Mapping[str, object], problems: list[str]) -> None:
@@ -162,11 +166,20 @@ def _horizon_problem(config: PolicyGradientConfig, where: Mapping[str, object], 
 
 
 def _reward_problems(config: GeneratingConfig, where: Mapping[str, object], problems: list[str]) -> None:
+    if config.environment.functions:
+        return  # it pays by itself
+    if isinstance(config, DistillConfig) and not config.rewarded:
+        return  # the teacher is what is learned from
     weights = [rule.weight for rule in config.reward.rules]
     if config.reward.model is not None:
         weights.append(config.reward.weight)
+    if config.reward.ensemble:
+        weights.append(config.reward.ensemble_weight)
     if not weights:
-        problems.append("nothing is rewarded: reward.model and reward.rules are both empty; give at least one of them")
+        problems.append(
+            "nothing is rewarded: reward.model, reward.ensemble, reward.rules and environment.functions are all empty; "
+            "give at least one of them"
+        )
     elif not any(weights):
         problems.append("nothing is rewarded: every weight under reward is 0")
 

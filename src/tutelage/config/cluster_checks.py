@@ -14,7 +14,7 @@ from tutelage.layout import Layout
 if TYPE_CHECKING:
     from tutelage.config.stages import AnyConfig
 
-ROLES = ("actor", "critic", "reference", "reward", "rollout")
+ROLES = ("actor", "critic", "reference", "reward", "teacher", "rollout")
 DEFAULT = "default"
 RUNTIME_ENV = (
     "working_dir",

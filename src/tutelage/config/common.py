@@ -33,7 +33,15 @@ class PromptDataConfig(Schema):
     eval: str | None = setting(None, "Held-out data, same kinds; default: eval_fraction of train, split by prompt.")
     eval_fraction: float = setting(0.1, "Share of prompts held out of train.", ge=0, lt=1, only_if=NO_EVAL_FILE)
     format: Literal[
-        "auto", "text", "messages", "prompt_completion", "preference", "implicit_preference", "unpaired", "prompt_only"
+        "auto",
+        "text",
+        "messages",
+        "prompt_completion",
+        "preference",
+        "implicit_preference",
+        "unpaired",
+        "prompt_only",
+        "stepwise",
     ] = setting("auto", "Row format; auto looks at every row.")
     columns: dict[str, str] = setting(dict, "Rename columns of the file: {name in the file: name Tutelage knows}.")
     limit: int | None = setting(None, "Use the first N rows only, of train and of eval.", ge=1)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from tutelage.config.common import CheckpointConfig, ModelConfig, OptimConfig, PromptDataConfig, RunConfig
-from tutelage.config.rollouts import AlarmConfig, AnswersEvaluation, KLConfig, RewardConfig, RolloutConfig
+from tutelage.config.environments import EnvironmentConfig
+from tutelage.config.policy_loss import PolicyLossConfig
+from tutelage.config.rewards import AnswersEvaluation, RewardConfig
+from tutelage.config.rollouts import AlarmConfig, KLConfig, RolloutConfig
 from tutelage.config.schedule import OffPolicyConfig, ScheduleConfig
 from tutelage.config.schema import setting
 
@@ -15,6 +18,7 @@ class GeneratingConfig(RunConfig):
     data: PromptDataConfig = setting(..., "Prompts.")
     rollout: RolloutConfig = setting(RolloutConfig, "Generation.")
     schedule: ScheduleConfig = setting(ScheduleConfig, "When to generate and when to learn.")
+    environment: EnvironmentConfig = setting(EnvironmentConfig, "Answers of several turns, with tools or in a game.")
     reward: RewardConfig = setting(RewardConfig, "What is rewarded.")
     optim: OptimConfig = setting(OptimConfig, "Optimiser.")
     evaluation: AnswersEvaluation = setting(AnswersEvaluation, "Held-out prompts.")
@@ -25,6 +29,7 @@ class GeneratingConfig(RunConfig):
 class PolicyGradientConfig(GeneratingConfig):
     """Stages whose loss is a policy gradient: the clipped surrogate and its relatives, with a KL term."""
 
+    policy_loss: PolicyLossConfig = setting(PolicyLossConfig, "The loss that updates the policy.")
     off_policy: OffPolicyConfig = setting(OffPolicyConfig, "Old logprobs, and what corrects for the sampler.")
     kl: KLConfig = setting(KLConfig, "Distance from the reference.")
     alarms: AlarmConfig = setting(AlarmConfig, "When to warn.")

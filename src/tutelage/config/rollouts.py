@@ -1,9 +1,10 @@
-"""Sections of every algorithm that learns from its own rollouts: generation, KL, reward, evaluation, alarms."""
+"""Sections of every algorithm that learns from its own rollouts: generation, KL, alarms."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+from tutelage.config.policy_loss import PPO_CLIP
 from tutelage.config.schema import OnlyIf, Schema, setting
 from tutelage.config.vllm import VLLMConfig
 
@@ -11,7 +12,6 @@ ADAPTIVE = OnlyIf("kl.controller is adaptive", lambda c: c.kl.controller == "ada
 INPROCESS = OnlyIf("rollout.engine is inprocess", lambda c: c.rollout.engine == "inprocess")
 VLLM = OnlyIf("rollout.engine is vllm", lambda c: c.rollout.engine == "vllm")
 HAS_BUDGET = OnlyIf("kl.budget is given", lambda c: c.kl.budget is not None)
-HAS_REWARD_MODEL = OnlyIf("reward.model is given", lambda c: c.reward.model is not None)
 
 
 class RolloutConfig(Schema):
@@ -34,9 +34,11 @@ class PolicySettings(Schema):
 
     epochs: int = setting(4, "Passes over each rollout batch.", ge=1)
     minibatches: int = setting(4, "Optimiser updates per pass.", ge=1)
-    clip_low: float = setting(0.2, "Ratios below 1 - clip_low are clipped.", gt=0, lt=1)
-    clip_high: float = setting(0.2, "Ratios above 1 + clip_high are clipped.", gt=0)
-    dual_clip: float | None = setting(None, "Lower bound dual_clip * advantage where the advantage is negative.", gt=1)
+    clip_low: float = setting(0.2, "Ratios below 1 - clip_low are clipped.", gt=0, lt=1, only_if=PPO_CLIP)
+    clip_high: float = setting(0.2, "Ratios above 1 + clip_high are clipped.", gt=0, only_if=PPO_CLIP)
+    dual_clip: float | None = setting(
+        None, "Lower bound dual_clip * advantage where the advantage is negative.", gt=1, only_if=PPO_CLIP
+    )
     entropy_coef: float = setting(0.0, "Weight of the entropy bonus.", ge=0)
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant_horizon"] = setting(
         "token_mean", "Denominator of the losses; constant_horizon divides by rollout.max_new_tokens."
@@ -47,10 +49,11 @@ class PolicySettings(Schema):
 class KLConfig(Schema):
     coef: float = setting(0.05, "KL coefficient; 0 is allowed and warns.", ge=0)
     placement: Literal["reward", "loss"] = setting("reward", "Per-token penalty in the reward, or a term of the loss.")
-    estimator: Literal["k1", "k2", "k3", "k3_unbiased"] = setting(
+    estimator: Literal["k1", "k2", "k3", "k3_unbiased", "k3_importance"] = setting(
         "k1",
         "Reward: k1 (unbiased), k2 or k3. Loss: k2 and k3_unbiased have the gradient of KL(policy || reference), "
-        "k3 that of KL(reference || policy); k1 is refused.",
+        "k3_importance too and when the tokens are those of the old policy, k3 that of KL(reference || policy); k1 is "
+        "refused.",
     )
     controller: Literal["fixed", "adaptive"] = setting("fixed", "adaptive follows kl.target (Ziegler et al. 2019).")
     target: float = setting(6.0, "Sequence KL in nats (summed over tokens) to hold.", gt=0, only_if=ADAPTIVE)
@@ -58,25 +61,6 @@ class KLConfig(Schema):
     budget: float | None = setting(None, "Sequence KL in nats that the policy may spend.", gt=0)
     on_budget: Literal["warn", "lower", "stop"] = setting(
         "warn", "Past the budget: warn, lower the learning signal by budget / KL, or stop.", only_if=HAS_BUDGET
-    )
-
-
-class RuleConfig(Schema):
-    function: str = setting(..., "module:function or file.py:function, called with (prompts, responses, truths).")
-    weight: float = setting(1.0, "Weight in the total reward.")
-
-
-class RewardConfig(Schema):
-    model: str | None = setting(None, "Reward model folder or hub name.")
-    weight: float = setting(1.0, "Weight of the reward model.", only_if=HAS_REWARD_MODEL)
-    rules: list[RuleConfig] = setting(list, "Rule functions, each with a weight.")
-
-
-class AnswersEvaluation(Schema):
-    every: int = setting(0, "Evaluate every N steps; 0: at the start and the end.", ge=0)
-    prompts: int = setting(64, "Held-out prompts answered, the same before and after.", ge=1)
-    gold: str | None = setting(
-        None, "module:function that scores held-out answers; never used for training; picks the best checkpoint."
     )
 
 

@@ -42,10 +42,37 @@ class OffPolicyConfig(Schema):
         "Which logprobs the ratio of the loss starts from: trainer: the weights before this step's updates (decoupled "
         "PPO); rollout: the sampler's own.",
     )
-    correction: Literal["none", "token_truncated", "sequence_truncated", "token_masked", "sequence_masked"] = setting(
+    correction: Literal[
         "none",
-        "Importance weight trainer / sampler on the policy loss, of each token or of the whole sequence; above the cap "
-        "it is cut to the cap (truncated) or to 0 (masked).",
+        "token_truncated",
+        "sequence_truncated",
+        "geometric_truncated",
+        "token_masked",
+        "sequence_masked",
+        "geometric_masked",
+    ] = setting(
+        "none",
+        "Importance weight trainer / sampler on the policy loss: of each token, of the whole sequence, or the "
+        "geometric mean over the sequence; above the cap it is cut to the cap (truncated) or to 0 (masked).",
         only_if=TRAINERS_OLD,
     )
-    cap: float = setting(2.0, "Largest importance weight.", ge=1, only_if=CORRECTED)
+    cap: float = setting(
+        2.0, "Largest importance weight; 2 suits tokens, 5 sequences, 1.001 a geometric mean.", ge=1, only_if=CORRECTED
+    )
+    floor: float | None = setting(
+        None,
+        "Smallest importance weight: below it, it is raised to it (truncated) or 0 (masked); default: no bound.",
+        gt=0,
+        le=1,
+        only_if=CORRECTED,
+    )
+    normalize: bool = setting(
+        False, "Divide the weights by their mean over the batch, of tokens or of sequences.", only_if=CORRECTED
+    )
+    veto: float | None = setting(
+        None,
+        "A response with a token whose ratio trainer / sampler is below this, such as 0.0001, weighs 0; default: none.",
+        gt=0,
+        lt=1,
+        only_if=TRAINERS_OLD,
+    )

@@ -250,6 +250,28 @@ class ChatTemplate:
         messages = tuple({"role": role, "content": content} for role, content in turns)
         return tuple(self._pieces(messages, add_generation_prompt=True)) if messages else ()
 
+    def encode_observation(self, messages: Sequence[Message], *, closed: bool) -> list[int]:
+        """Ids between the last answer of a chat and the answer that is to follow: the tokens of the answers stay.
+
+        What ends the answer's turn, the turns after it, and the generation prompt; tokenised alone, as everywhere here,
+        so that ids before + answer + these ids are `encode_prompt(messages)` wherever the answer's own ids are.
+        messages: the last answer's content is not read.  closed: it ends with an EOS already.
+        Raises DataError when the template refuses the messages or does not write the answer where it stands.
+        """
+        turns = list(messages)
+        last = max((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), default=-1)
+        if last < 0:
+            raise DataError("an observation follows an answer, here there is none", fix="give messages with an answer")
+        turns[last] = {**turns[last], "content": _ANSWER}
+        _, found, rest = self.render(turns, add_generation_prompt=True).partition(_ANSWER)
+        if not found:
+            raise self._not_segmentable("it does not write every answer as it is")
+        end: list[int] = []
+        if self._end_text and rest.startswith(self._end_text):
+            rest = rest.removeprefix(self._end_text)
+            end = [] if closed else [self.end_id]
+        return [*end, *self._ids(rest)]
+
     def encode_conversation(self, messages: Sequence[Message], loss_on: LossOn = "assistant") -> Encoded:
         """assistant: the response starts at the first assistant turn; later turns of others are holes in it.
         completion: the response is the last assistant turn.  all: every token but the first is trained.

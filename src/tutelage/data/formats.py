@@ -14,6 +14,7 @@ from tutelage.data.rows import (
     Preference,
     PromptCompletion,
     PromptOnly,
+    Stepwise,
     Text,
     TypedRow,
     Unpaired,
@@ -54,13 +55,19 @@ FORMATS: dict[str, Format] = {
             "two dialogues that share all but the last answer: '\\n\\nHuman: ...\\n\\nAssistant: ...' or messages",
         ),
         Format("unpaired", ("prompt", "completion", "label"), (), "an answer and whether it is desirable"),
+        Format(
+            "stepwise",
+            ("prompt", "completions", "labels"),
+            (),
+            "an answer as a list of steps, and a label (true, false or a number) for each",
+        ),
         Format("prompt_completion", ("prompt", "completion"), (), "a prompt and its answer, strings or messages"),
         Format("messages", ("messages",), (), "a chat: a list of {role, content}"),
         Format(
             "prompt_only",
             ("prompt",),
-            ("truth", "ground_truth", "answer", "solution"),
-            "a prompt, maybe with its truth",
+            ("truth", "ground_truth", "answer", "solution", "environment"),
+            "a prompt, maybe with its truth and the name of its environment",
         ),
         Format("text", ("text",), (), "plain text"),
     )
@@ -189,16 +196,37 @@ def _parse(row: Mapping[str, Any], form: Format, where: str) -> TypedRow:
         case "messages":
             return Conversation(_messages(row["messages"], "messages", where))
         case "prompt_only":
-            return PromptOnly(_prompt(row["prompt"], where), _truth(row, where))
+            return PromptOnly(_prompt(row["prompt"], where), _truth(row, where), _environment(row, where))
         case "prompt_completion":
             return PromptCompletion(_prompt(row["prompt"], where), _answer(row["completion"], "completion", where))
         case "unpaired":
             answer = _answer(row["completion"], "completion", where)
             return Unpaired(_prompt(row["prompt"], where), answer, _label(row["label"], where))
+        case "stepwise":
+            return _stepwise(row, where)
         case "preference":
             return _preference(row, where)
         case _:
             return _implicit_preference(row["chosen"], row["rejected"], _margin(row, where), where)
+
+
+def _stepwise(row: Mapping[str, Any], where: str) -> Stepwise:
+    steps, labels = (_list(row[name], name, where) for name in ("completions", "labels"))
+    if len(steps) != len(labels):
+        raise DataError(
+            f"{where} has {len(steps)} completions (steps) and {len(labels)} labels", fix="give each step its label"
+        )
+    texts = tuple(_string(step, f"completions[{index}]", where) for index, step in enumerate(steps))
+    return Stepwise(_prompt(row["prompt"], where), texts, tuple(_number(x, "a label", where) for x in labels))
+
+
+def _list(value: Any, column: str, where: str) -> Sequence[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise DataError(
+            f"{where}: {column} is {type(value).__name__} {value!r:.60}, not a list with an entry for each step",
+            fix="give prompt, completions: [step, ...] and labels: [true, ...]",
+        )
+    return value
 
 
 def _preference(row: Mapping[str, Any], where: str) -> Preference:
@@ -343,3 +371,8 @@ def _truth(row: Mapping[str, Any], where: str) -> Any:
             fix=f"say which: data.columns={{{filled[0]}: truth}}",
         )
     return row[filled[0]] if filled else None
+
+
+def _environment(row: Mapping[str, Any], where: str) -> str | None:
+    name = row.get("environment")
+    return None if name is None else _string(name, "environment", where)

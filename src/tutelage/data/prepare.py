@@ -55,7 +55,7 @@ class Prepared(Generic[T]):
 
 
 @dataclass(frozen=True)
-class _Item:
+class Item:
     """A usable row: what it is made of, and what keeps it apart from others."""
 
     row: str
@@ -65,7 +65,7 @@ class _Item:
     value: Any
 
 
-_Encode = Callable[[TypedRow, str], _Item | None]
+Encode = Callable[[TypedRow, str], Item | None]
 
 
 def prepare_demonstrations(
@@ -81,11 +81,11 @@ def prepare_demonstrations(
     tally = Tally()
     limits = Limits(template, tally, cfg.too_long, cfg.max_prompt_tokens, cfg.max_response_tokens, context)
 
-    def encode(typed: TypedRow, row: str) -> _Item | None:
+    def encode(typed: TypedRow, row: str) -> Item | None:
         if isinstance(typed, Text):
             return _text_item(typed, row, template, tally, limits)
         prompt, completion = _turns(typed, loss_on, row, tally)
-        if not completion or not _has_text(prompt, completion, row, tally):
+        if not completion or not has_text(prompt, completion, row, tally):
             return None
         encoded = template.encode_completion(
             prompt, completion, "completion" if loss_on == "completion" else "assistant"
@@ -96,15 +96,15 @@ def prepare_demonstrations(
         cut = Encoded(fitted.prompt, *fitted.responses[0])
         if loss_on == "all":
             cut = train_on_all(cut.prompt, cut.response)
-        return _Item(row, content_id(prompt, completion), prompt_group(prompt), prompt_group(prompt, whole=True), cut)
+        return Item(row, content_id(prompt, completion), prompt_group(prompt), prompt_group(prompt, whole=True), cut)
 
-    def build(items: Sequence[_Item]) -> Demonstrations:
+    def build(items: Sequence[Item]) -> Demonstrations:
         parts: list[Encoded] = [item.value for item in items]
         sequences = Sequences.build([p.prompt for p in parts], [p.response for p in parts], [p.trained for p in parts])
         return Demonstrations(sequences, tuple(item.id for item in items))
 
     targets = ("text", "prompt_completion", "messages")
-    return _prepare(cfg, template, seed, targets, "demonstrations", encode, build, tally)
+    return prepare_rows(cfg, template, seed, targets, "demonstrations", encode, build, tally)
 
 
 def prepare_pairs(cfg: DataConfig, template: ChatTemplate, seed: int, *, context: int | None = None) -> Prepared[Pairs]:
@@ -115,9 +115,9 @@ def prepare_pairs(cfg: DataConfig, template: ChatTemplate, seed: int, *, context
     tally = Tally()
     limits = Limits(template, tally, cfg.too_long, cfg.max_prompt_tokens, cfg.max_response_tokens, context)
 
-    def encode(typed: TypedRow, row: str) -> _Item | None:
+    def encode(typed: TypedRow, row: str) -> Item | None:
         assert isinstance(typed, Preference)
-        if not _has_text(typed.prompt, typed.chosen, row, tally) or not _has_text((), typed.rejected, row, tally):
+        if not has_text(typed.prompt, typed.chosen, row, tally) or not has_text((), typed.rejected, row, tally):
             return None
         chosen = template.encode_completion(typed.prompt, typed.chosen)
         rejected = template.encode_completion(typed.prompt, typed.rejected)
@@ -131,9 +131,9 @@ def prepare_pairs(cfg: DataConfig, template: ChatTemplate, seed: int, *, context
             return None
         name = content_id(typed.prompt, typed.chosen, typed.rejected)
         whole = prompt_group(typed.prompt, whole=True)
-        return _Item(row, name, prompt_group(typed.prompt), whole, (fitted, typed.margin))
+        return Item(row, name, prompt_group(typed.prompt), whole, (fitted, typed.margin))
 
-    def build(items: Sequence[_Item]) -> Pairs:
+    def build(items: Sequence[Item]) -> Pairs:
         sides = []
         for side in (0, 1):
             responses = [item.value[0].responses[side] for item in items]
@@ -142,7 +142,7 @@ def prepare_pairs(cfg: DataConfig, template: ChatTemplate, seed: int, *, context
         margin = torch.tensor([item.value[1] for item in items], dtype=torch.float32)
         return Pairs(sides[0], sides[1], margin, tuple(item.id for item in items))
 
-    return _prepare(cfg, template, seed, ("preference",), "pairs", encode, build, tally)
+    return prepare_rows(cfg, template, seed, ("preference",), "pairs", encode, build, tally)
 
 
 def prepare_prompts(
@@ -156,7 +156,8 @@ def prepare_prompts(
     """Prompts (and ground truths) of rows of any format that has prompts; equal prompts with equal truths count once.
 
     context         positions of the model, of which `max_new_tokens` are kept free for the response.
-    Prompts.ids     hashes of the messages and the truth: the same in every run and for every template.
+    Prompts.ids     hashes of the messages, the truth and the environment: the same in every run and for every template.
+    Prompts.environments  "" for a row that names none; None where no row does.
     Raises DataError as `prepare_demonstrations`.
     """
     tally = Tally()
@@ -168,7 +169,7 @@ def prepare_prompts(
         )
     limits = Limits(template, tally, cfg.too_long, cfg.max_prompt_tokens, None, room)
 
-    def encode(typed: TypedRow, row: str) -> _Item | None:
+    def encode(typed: TypedRow, row: str) -> Item | None:
         assert isinstance(typed, PromptOnly)
         if not any(turn["content"].strip() for turn in typed.prompt):
             tally.add("empty_prompt", row, "dropped")
@@ -176,22 +177,25 @@ def prepare_prompts(
         fitted = limits.fit(row, template.encode_prompt(typed.prompt), [])
         if fitted is None:
             return None
-        name = content_id(typed.prompt, typed.truth)
-        value = (tuple(fitted.prompt), typed.truth, typed.prompt)
-        return _Item(row, name, prompt_group(typed.prompt), prompt_group(typed.prompt, whole=True), value)
+        world = typed.environment
+        name = content_id(typed.prompt, typed.truth, *([] if world is None else [world]))
+        value = (tuple(fitted.prompt), typed.truth, typed.prompt, world)
+        return Item(row, name, prompt_group(typed.prompt), prompt_group(typed.prompt, whole=True), value)
 
-    def build(items: Sequence[_Item]) -> Prompts:
+    def build(items: Sequence[Item]) -> Prompts:
+        worlds = tuple(item.value[3] or "" for item in items)
         return Prompts(
             tokens=tuple(item.value[0] for item in items),
             ids=tuple(item.id for item in items),
             truths=tuple(item.value[1] for item in items),
             messages=tuple(item.value[2] for item in items),
+            environments=worlds if any(worlds) else None,
         )
 
-    return _prepare(cfg, template, seed, ("prompt_only",), "prompts", encode, build, tally)
+    return prepare_rows(cfg, template, seed, ("prompt_only",), "prompts", encode, build, tally)
 
 
-def _text_item(typed: Text, row: str, template: ChatTemplate, tally: Tally, limits: Limits) -> _Item | None:
+def _text_item(typed: Text, row: str, template: ChatTemplate, tally: Tally, limits: Limits) -> Item | None:
     if not typed.text.strip():
         tally.add("empty_response", row, "dropped")
         return None
@@ -200,7 +204,7 @@ def _text_item(typed: Text, row: str, template: ChatTemplate, tally: Tally, limi
     if fitted is None:
         return None
     cut = Encoded(fitted.prompt, *fitted.responses[0])
-    return _Item(row, content_id(typed.text), typed.text, typed.text, cut)
+    return Item(row, content_id(typed.text), typed.text, typed.text, cut)
 
 
 def _turns(typed: TypedRow, loss_on: LossOn, row: str, tally: Tally) -> tuple[Messages, Messages]:
@@ -219,7 +223,7 @@ def _turns(typed: TypedRow, loss_on: LossOn, row: str, tally: Tally) -> tuple[Me
     return typed.messages[:start], typed.messages[start : last + 1]
 
 
-def _has_text(prompt: Messages, completion: Messages, row: str, tally: Tally) -> bool:
+def has_text(prompt: Messages, completion: Messages, row: str, tally: Tally) -> bool:
     """Whether prompt and answer hold more than white space; turns after the last answer are counted."""
     if prompt and not any(turn["content"].strip() for turn in prompt):
         tally.add("empty_prompt", row, "dropped")
@@ -232,14 +236,14 @@ def _has_text(prompt: Messages, completion: Messages, row: str, tally: Tally) ->
     return True
 
 
-def _prepare(
+def prepare_rows(
     cfg: PromptDataConfig,
     template: ChatTemplate,
     seed: int,
     targets: Sequence[str],
     kind: str,
-    encode: _Encode,
-    build: Callable[[Sequence[_Item]], T],
+    encode: Encode,
+    build: Callable[[Sequence[Item]], T],
     tally: Tally,
 ) -> Prepared[T]:
     sources = [(cfg.train, ""), *([(cfg.eval, "eval:")] if cfg.eval is not None else [])]
@@ -265,7 +269,7 @@ def _prepare(
         rows=sum(part.count for part in read),
         train_rows=len(train),
         eval_rows=len(held),
-        kind=kind,
+        kind=kind if kind in ("pairs", "prompts") else "demonstrations",
         notes=notes,
     )
     if cfg.too_long == "error" and (over := tally.over_length()):
@@ -281,7 +285,7 @@ def _prepare(
     return Prepared(build(train), build(held) if held else None, report, digest, _groups(train), eval_groups)
 
 
-def _groups(items: Sequence[_Item]) -> list[str]:
+def _groups(items: Sequence[Item]) -> list[str]:
     """The first turns of each prompt; the whole prompts when all of them begin alike."""
     groups = [item.group for item in items]
     return groups if len(set(groups)) > 1 else [item.whole for item in items]
@@ -289,7 +293,7 @@ def _groups(items: Sequence[_Item]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Read:
-    items: list[_Item]
+    items: list[Item]
     format: str
     count: int
     fingerprint: str
@@ -303,7 +307,7 @@ def _read(
     template: ChatTemplate,
     targets: Sequence[str],
     kind: str,
-    encode: _Encode,
+    encode: Encode,
     tally: Tally,
 ) -> _Read:
     table = read_rows(source, columns=cfg.columns, limit=cfg.limit)
@@ -319,7 +323,7 @@ def _read(
         )
     for number in parsed.diverging:
         tally.add("diverging_prompts", f"{label}{number}", "dropped")
-    items: list[_Item] = []
+    items: list[Item] = []
     seen: set[str] = set()
     special = re.compile("|".join(map(re.escape, template.special_texts())) or r"(?!)")
     for typed, number in zip(parsed.rows, parsed.numbers, strict=True):
@@ -342,7 +346,7 @@ def _read(
     return _Read(items, parsed.format, len(table.rows), table.fingerprint, _notes(parsed.format, template, parsed.rows))
 
 
-def _try(encode: _Encode, typed: TypedRow, row: str, tally: Tally) -> _Item | None:
+def _try(encode: Encode, typed: TypedRow, row: str, tally: Tally) -> Item | None:
     """The item, or None with the row counted where the template refuses its messages."""
     try:
         return encode(typed, row)
@@ -355,7 +359,7 @@ def _all_text(typed: TypedRow) -> str:
     if isinstance(typed, Text):
         return typed.text
     parts = [getattr(typed, name, ()) for name in ("messages", "prompt", "completion", "chosen", "rejected")]
-    return "\n".join(turn["content"] for part in parts for turn in part)
+    return "\n".join([*(turn["content"] for part in parts for turn in part), *getattr(typed, "steps", ())])
 
 
 def _notes(format_name: str, template: ChatTemplate, rows: Sequence[TypedRow]) -> list[str]:

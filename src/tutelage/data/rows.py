@@ -60,14 +60,24 @@ class Unpaired:
 
 
 @dataclass(frozen=True)
+class Stepwise:
+    """An answer in steps, and how good each of them is: 1 right and 0 wrong, or any number."""
+
+    prompt: Messages
+    steps: tuple[str, ...]
+    labels: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class PromptOnly:
-    """A prompt and, where the data has one, the ground truth that a reward rule compares with."""
+    """A prompt and, where the data has them, the truth that a reward rule compares with and its environment's name."""
 
     prompt: Messages
     truth: Any = None
+    environment: str | None = None
 
 
-TypedRow = Text | Conversation | PromptCompletion | Preference | Unpaired | PromptOnly
+TypedRow = Text | Conversation | PromptCompletion | Preference | Unpaired | Stepwise | PromptOnly
 
 
 def user(text: str) -> Messages:
@@ -130,6 +140,7 @@ _CONVERSIONS: dict[tuple[type, str], Callable[[Any], tuple[TypedRow, ...]]] = {
     (Unpaired, "prompt_completion"): lambda row: (PromptCompletion(row.prompt, row.completion),) if row.label else (),
     (Unpaired, "messages"): lambda row: (Conversation(row.prompt + row.completion),) if row.label else (),
     (Unpaired, "prompt_only"): lambda row: (PromptOnly(row.prompt),),
+    (Stepwise, "prompt_only"): lambda row: (PromptOnly(row.prompt),),
 }
 
 _FORMAT_OF: dict[type, str] = {
@@ -138,6 +149,7 @@ _FORMAT_OF: dict[type, str] = {
     PromptCompletion: "prompt_completion",
     Preference: "preference",
     Unpaired: "unpaired",
+    Stepwise: "stepwise",
     PromptOnly: "prompt_only",
 }
 

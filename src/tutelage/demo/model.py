@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -17,12 +18,13 @@ HEAD_DIM = 32
 CONTEXT = 128
 
 
-def build_model_folder(dest: Path, seed: int) -> Path:
+def build_model_folder(dest: Path, seed: int, texts: Iterable[str] | None = None) -> Path:
     """Write a `LlamaForCausalLM` (2 layers, width 64, about 0.1 M parameters, tied embeddings) and its tokenizer.
 
-    The weights depend on `seed` alone; torch's global random state is left as it was. Returns `dest`.
+    texts: the tokenizer's source, by default the demo language. The weights depend on `seed` and the size of the
+    vocabulary alone; torch's global random state is left as it was. Returns `dest`.
     """
-    tokenizer = build_tokenizer(every_sentence())
+    tokenizer = build_tokenizer(every_sentence() if texts is None else texts)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=HIDDEN_SIZE,

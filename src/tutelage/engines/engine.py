@@ -26,8 +26,9 @@ from tutelage.engines.ranks import Alone, Ranks, clip, gradient_norm
 from tutelage.engines.saved import SavedTensors, save_tensors
 from tutelage.engines.trained import below_top
 from tutelage.errors import CheckpointError, ModelError, TrainingError
+from tutelage.math.logprobs import LOGPROB_ALONE, Asked
 from tutelage.models.export import bucketed
-from tutelage.models.forward import Model, sequence_scores, token_logprobs, values_with_bootstrap
+from tutelage.models.forward import Model, sequence_scores, token_outputs, token_scores, values_with_bootstrap
 from tutelage.models.heads import ScalarModel
 from tutelage.models.language_model import LanguageModel
 from tutelage.models.lora import adapter_off
@@ -49,9 +50,9 @@ class ModelEngine:
     schedule        of pipeline stages, where the model is cut into some: "1f1b" or "gpipe".
 
     On many ranks every method is collective: all ranks call it, in the same order.  `step`, `evaluate` and `gradients`
-    take the whole mini-batch on every rank, of which each works on its own share, or this rank's `Share`.  `logprobs`,
-    `values` and `scores` take and return this data rank's rows, of which there may be none.  A collective waits as long
-    as the process group's timeout says.
+    take the whole mini-batch on every rank, of which each works on its own share, or this rank's `Share`.  Inference
+    (`logprobs` to `token_scores`) takes and returns this data rank's rows, of which there may be none.  A collective
+    waits as long as the process group's timeout says.
     """
 
     def __init__(
@@ -127,16 +128,48 @@ class ModelEngine:
 
     def logprobs(self, sequences: Sequences, temperature: float, adapter: bool = True) -> Ragged:
         """Ragged (R): log softmax(logits / temperature) of the response tokens; adapter False: of LoRA's base."""
-        model = self._language_model()
+        return self._of_tokens(sequences, LOGPROB_ALONE, "logp", temperature, adapter)
+
+    def log_collisions(self, sequences: Sequences, temperature: float, adapter: bool = True) -> Ragged:
+        """Ragged (R): log sum_v p_v^2 of the distribution that each response token was drawn from."""
+        return self._of_tokens(sequences, Asked(log_collision=True), "log_collision", temperature, adapter)
+
+    def top_logprobs(
+        self, sequences: Sequences, count: int, temperature: float, below: int | None = None
+    ) -> tuple[Ragged, Ragged, Ragged]:
+        """Ragged (R) logprobs of the response tokens; (R, count) int64 ids and (R, count) logprobs of the likeliest
+        tokens at each position, likeliest first.  All from one pass.
+
+        below: among ids 0 .. below - 1 only.  Raises ShapeError for more tokens than there are.
+        """
+        model = self._at(temperature)
+
+        def of_part(part: Sequences) -> Tensor:
+            found = token_outputs(model, part, Asked(top=count, below=below), temperature)
+            logp_R, ids_RC = found["logp"], found["top_ids"]
+            return torch.cat([logp_R[:, None], ids_RC.to(logp_R.dtype), found["top_logp"]], dim=1)
+
+        every = self._by_budget(sequences, sequences.response_lens, of_part, (1 + 2 * count,))
+        logp_R1, ids_RC, top_RC = every.flat.split([1, count, count], dim=1)
+        columns = (logp_R1.squeeze(1), ids_RC.to(torch.int64), top_RC.contiguous())
+        return every.with_flat(columns[0].contiguous()), every.with_flat(columns[1]), every.with_flat(columns[2])
+
+    def _of_tokens(self, sequences: Sequences, asked: Asked, name: str, temperature: float, adapter: bool) -> Ragged:
+        """Ragged (R): one of `math.logprobs.distribution_outputs`."""
+        model = self._at(temperature)
+        with nullcontext() if adapter else adapter_off(model.adapted):
+            return self._by_budget(
+                sequences, sequences.response_lens, lambda part: token_outputs(model, part, asked, temperature)[name]
+            )
+
+    def _at(self, temperature: float) -> LanguageModel:
+        """The policy.  Raises TrainingError where it is trained at another temperature."""
         if self.optim is not None and temperature != self.temperature:
             raise TrainingError(
                 f"logprobs are asked for at temperature {temperature}, the policy is trained at {self.temperature}",
                 fix="give the engine the temperature of the rollouts",
             )
-        with nullcontext() if adapter else adapter_off(model.adapted):
-            return self._by_budget(
-                sequences, sequences.response_lens, lambda part: token_logprobs(model, part, temperature)[0]
-            )
+        return self._language_model()
 
     def values(self, sequences: Sequences) -> Ragged:
         """Ragged (R + B): V before each response token, and one bootstrap value after the last."""
@@ -151,6 +184,11 @@ class ModelEngine:
         ones_B = torch.ones_like(sequences.tokens.lens)
         return self._by_budget(sequences, ones_B, lambda part: sequence_scores(model, part)).flat
 
+    def token_scores(self, sequences: Sequences) -> Ragged:
+        """Ragged (R): a reward model's scalar at each response token, with the token itself read."""
+        model = self._scalar_model("reward")
+        return self._by_budget(sequences, sequences.response_lens, lambda part: token_scores(model, part))
+
     def evaluate(self, batch: Any, loss: Loss) -> Stats:
         """The loss and its statistics on a batch, without gradient or update."""
         self.model.module.eval()
@@ -158,10 +196,19 @@ class ModelEngine:
             found = self._passes(backward=False).run(self._share(batch, loss), loss)
         return {**found.stats, "loss": Stat(found.loss, 1)}
 
-    def _by_budget(self, sequences: Sequences, lens_B: Tensor, run: Callable[[Sequences], Tensor]) -> Ragged:
-        """`run` on parts within the token budget, without gradient; rows of length `lens`, back in their order."""
+    def _by_budget(
+        self,
+        sequences: Sequences,
+        lens_B: Tensor,
+        run: Callable[[Sequences], Tensor],
+        entry: tuple[int, ...] = (),
+    ) -> Ragged:
+        """`run` on parts within the token budget, without gradient; rows of length `lens`, back in their order.
+
+        entry: the shape of one entry.
+        """
         self.model.module.eval()
-        flat = torch.zeros(int(lens_B.sum()), device=lens_B.device)
+        flat = torch.zeros(int(lens_B.sum()), *entry, device=lens_B.device)
         wanted = frozenset({"logp"}) if isinstance(self.model, LanguageModel) else frozenset({"score"})
         error = problem_of(lambda: require_runnable(self.model, sequences, wanted)) if len(sequences) else None
         self.ranks.agree(error)

@@ -11,6 +11,7 @@ A filler is a forward whose outputs get a gradient of 0; its loss is never compu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -21,11 +22,16 @@ from tutelage.data.packing import pack_by_tokens
 from tutelage.engines.ranks import Ranks
 from tutelage.errors import ShapeError, TrainingError
 from tutelage.math.coupled import coupled_loss, surrogate
-from tutelage.models.forward import Model, outputs, predicting_index
+from tutelage.models.forward import COMPUTED, Model, candidates_of, outputs, predicting_index, require_computed
 from tutelage.models.heads import ScalarModel
-from tutelage.protocols import CoupledLoss, Loss, SeparableLoss
+from tutelage.models.language_model import LanguageModel
+from tutelage.models.noise import embedding_noise
+from tutelage.protocols import CoupledLoss, Loss, NoisyLoss, SeparableLoss
 from tutelage.sharing import Share
 from tutelage.types import Outputs, Sequences, Stat, Stats, merge_stats
+
+PREDICTED = COMPUTED["language"] | COMPUTED["value"]
+"""Outputs that are read at the token before, so that a first response token needs a prompt."""
 
 NOT_FINITE = "lower optim.lr, look at the rewards and the data of this step, or use dtype float32"
 
@@ -57,7 +63,7 @@ class Passes:
 
     def run(self, share: Share, loss: Loss) -> Found:
         """Raises TrainingError on every rank for a loss that is not finite on one."""
-        self.ranks.agree(problem_of(lambda: require_runnable(self.model, share.rows.sequences, loss.outputs)))
+        self.ranks.agree(problem_of(lambda: require_learnable(self.model, share.rows, loss.outputs)))
         try:
             return self._coupled(share, loss) if isinstance(loss, CoupledLoss) else self._separable(share, loss)
         except Exception:
@@ -88,9 +94,17 @@ class Passes:
 
     def computed(self, part: Any, loss: Loss) -> dict[str, Tensor]:
         """What the loss asks for, by name; inside the model's root."""
-        found = outputs(self.model, part.sequences, loss.outputs, self.temperature)
+        candidates_RC = candidates_of(part, loss.outputs)
+        with self._noise(part, loss):
+            found = outputs(self.model, part.sequences, loss.outputs, self.temperature, candidates_RC)
         # copies: FSDP hooks the gradients of what is returned, and a hook on a view is lost when the view is changed
         return {f.name: x.clone() for f in fields(found) if (x := getattr(found, f.name)) is not None}
+
+    def _noise(self, part: Any, loss: Loss) -> AbstractContextManager[None]:
+        """On the input embeddings, where the loss asks for it and this pass trains."""
+        if not self.backward or not isinstance(loss, NoisyLoss) or loss.noise_alpha is None:
+            return nullcontext()
+        return embedding_noise(self.model.trunk, part.sequences.tokens, loss.noise_keys(part), loss.noise_alpha)
 
     def _outputs(self, part: Any, loss: Loss) -> Outputs:
         return Outputs(**self.model.root(lambda: self.computed(part, loss)))
@@ -229,10 +243,26 @@ def nothing(out: Outputs) -> Tensor:
     return torch.stack([(x * 0.0).sum() for x in found]).sum()
 
 
+def require_learnable(model: Model, rows: Any, wanted: frozenset[str]) -> None:
+    """What a pass over these rows would refuse, before any rank begins it."""
+    require_computed(model, wanted)
+    require_runnable(model, rows.sequences, wanted)
+    candidates_RC = candidates_of(rows, wanted)
+    if candidates_RC is not None and candidates_RC.numel():
+        assert isinstance(model, LanguageModel), "no other model computes candidate_logp"
+        tokens = int(model.model.config.get_text_config().vocab_size)
+        least, most = int(candidates_RC.min()), int(candidates_RC.max())
+        if least < 0 or most >= tokens:
+            raise ShapeError(
+                f"candidate_ids lie between {least} and {most}, the model has {tokens} tokens",
+                fix="take the candidates from a model with the same vocabulary",
+            )
+
+
 def require_runnable(model: Model, sequences: Sequences, wanted: frozenset[str]) -> None:
     """What a forward would refuse, before any rank begins it."""
     model.trunk.check(sequences.tokens)
-    if wanted & {"logp", "entropy", "value"}:
+    if wanted & PREDICTED:
         predicting_index(sequences)
     mean = isinstance(model, ScalarModel) and model.pooling == "response_mean"
     if mean and bool((sequences.response_lens < 1).any()):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from tutelage.engines.passes import Found, Passes, nothing, problem_of, require_runnable
+from tutelage.engines.passes import Found, Passes, nothing, problem_of, require_learnable
 from tutelage.engines.ranks import gradient_norm
 from tutelage.errors import ConfigError, ModelError, closest
 from tutelage.math.coupled import surrogate
@@ -237,23 +237,25 @@ class PipelinePasses:
     def run(self, share: Share, loss: Loss) -> Found:
         """Raises TrainingError, on every rank of every stage, for a loss that is not finite on one."""
         model, ranks = self.passes.model, self.passes.ranks
-        ranks.agree(problem_of(lambda: require_runnable(model, share.rows.sequences, loss.outputs)))
+        ranks.agree(problem_of(lambda: require_learnable(model, share.rows, loss.outputs)))
         return self._coupled(share, loss) if isinstance(loss, CoupledLoss) else self._separable(share, loss)
 
     def _job(self, part: Any, loss: Loss, value: Callable[[Outputs], Tensor], backward: bool) -> Job:
         """value: of the outputs of one micro-batch, for its gradient or as what is found."""
         if not backward:
             return Job(part.sequences, lambda: value(Outputs(**self.passes.computed(part, loss))))
-        names: list[str] = []
+        shapes: dict[str, torch.Size] = {}
 
         def read() -> Tensor:
-            """(entries, outputs): a stage has one tensor."""
+            """All outputs in one row: a stage has one tensor."""
             found = self.passes.computed(part, loss)
-            names[:] = found
-            return torch.stack(list(found.values()), dim=1)
+            shapes.update({name: x.shape for name, x in found.items()})
+            return torch.cat([x.flatten() for x in found.values()])
 
         def of(found: Tensor) -> Tensor:
-            return value(Outputs(**dict(zip(names, found.unbind(1), strict=True)))) / self.passes.ranks.peers
+            flat = found.split([shape.numel() for shape in shapes.values()])
+            out = {name: x.view(shape) for (name, shape), x in zip(shapes.items(), flat, strict=True)}
+            return value(Outputs(**out)) / self.passes.ranks.peers
 
         return Job(part.sequences, read, of)
 

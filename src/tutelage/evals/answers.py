@@ -1,41 +1,75 @@
-"""Answers to held-out prompts, the same prompts and random keys at every evaluation, scored by proxy and by gold.
+"""Answers to held-out prompts, the same prompts and random keys at every evaluation, judged by proxy, gold and rules.
 
-Shapes: B sequences, T response tokens.
+Shapes: B sequences, T response tokens, P prompts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from tutelage.errors import RewardError
 from tutelage.evals.evaluation import Evaluation
+from tutelage.evals.unscored import UnscoredResponses
+from tutelage.evals.verifiable import PerPrompt, change, interval, mean_of, pass_at_k
 from tutelage.math.kl import kl_k1, sequence_kl
-from tutelage.math.stats import mean_interval, paired_interval
 from tutelage.rewards.checks import prompt_text
+from tutelage.rewards.rules import RuleSource
+from tutelage.roles.reward import unscored
 from tutelage.runfolder import write_samples
-from tutelage.types import Prompts, Rollout
+from tutelage.types import Prompts, Rollout, Scores
 
 Gold = Callable[[str, str], float]
 
 
-class HeldOutAnswers:
-    """Samples one answer per held-out prompt and compares it with the answer before training.
+@dataclass(frozen=True)
+class Judging:
+    """How held-out answers are made and judged besides proxy and gold.
 
-    Quality is the gold score where there is one; else the proxy less kl_coef times the sequence KL, which a policy
-    cannot raise by leaving the reference alone; without a reference, the proxy.
+    rules    by their names in the metrics.     samples: answers to each prompt.   greedy: the most likely tokens.
+    pass_at  the k of pass@k, of the answers with the full mark of a rule, 1.
+    skip     an answer without a score is left out and counted; else it raises.
     """
 
-    def __init__(self, roles: Any, prompts: Prompts, gold: Gold | None, folder: Path, kl_coef: float) -> None:
+    rules: Mapping[str, RuleSource] = field(default_factory=dict)
+    samples: int = 1
+    greedy: bool = False
+    pass_at: tuple[int, ...] = ()
+    skip: bool = False
+
+
+class HeldOutAnswers:
+    """Answers to held-out prompts, compared with the answers before training.
+
+    Quality is the gold score where there is one; else the proxy less kl_coef times the sequence KL, which a policy
+    cannot raise by leaving the reference alone; without a reference, or with greedy answers (whose log-ratio estimates
+    no KL), the proxy.  Every number is a mean over prompts of the mean over their answers.
+    """
+
+    def __init__(
+        self,
+        roles: Any,
+        prompts: Prompts,
+        gold: Gold | None,
+        folder: Path,
+        kl_coef: float,
+        judging: Judging | None = None,
+    ) -> None:
         self.roles = roles
-        self.prompts = replace(prompts, step=0, n=1, purpose="evaluation")
+        self.judging = judging or Judging()
+        samples, greedy = self.judging.samples, self.judging.greedy
+        self.prompts = replace(prompts, step=0, n=samples, purpose="evaluation", greedy=greedy)
         self.gold = gold
         self.folder = folder
         self.kl_coef = kl_coef
-        self.before: dict[str, list[float]] = {}
+        self.unscored = UnscoredResponses(roles, folder) if self.judging.skip else None
+        self.before: dict[str, PerPrompt] = {}
 
     def state(self) -> dict[str, Any]:
         return {"before": self.before}
@@ -45,28 +79,40 @@ class HeldOutAnswers:
 
     def evaluate(self, phase: str, step: int) -> Evaluation:
         rollout = self.answered()
-        rows = self.rows(rollout, phase)
-        write_samples(self.folder, phase if phase != "step" else f"step_{step:06d}", rows)
-        scores = {"proxy": [row["proxy"] for row in rows]}
+        assert rollout.score is not None
+        judged = {name: self.judge(source, rollout) for name, source in self.judging.rules.items()}
+        rows = self.rows(rollout, phase, judged)
+        kept = torch.nonzero(rollout.score.valid).squeeze(1).tolist()
+        write_samples(self.folder, phase if phase != "step" else f"step_{step:06d}", [rows[i] for i in kept])
+        columns = {"proxy": [row["proxy"] for row in rows]}
         if self.gold is not None:
-            scores["gold"] = [row["gold"] for row in rows]
-        if phase == "before":
-            self.before = scores
-        metrics = {f"eval/{name}_mean": sum(values) / len(values) for name, values in scores.items()}
+            columns["gold"] = [row["gold"] for row in rows]
+        scores = {name: self.per_prompt(rollout, values) for name, values in columns.items()}
+        rules = {name: self.per_prompt(rollout, [r[f"rule/{name}"] for r in rows]) for name in judged}
+        metrics = {f"eval/{name}_mean": mean_of(values) for name, values in scores.items()}
+        metrics |= {f"eval/rule/{name}": mean_of(values) for name, values in rules.items()}
+        metrics |= self.passes(rollout, judged)
         if rollout.ref_logp is not None:
             kl_BT = kl_k1(rollout.column("old_logp").padded(), rollout.column("ref_logp").padded())
             metrics["eval/kl_sequence"] = float(sequence_kl(kl_BT, rollout.sequences.trained.padded()))
-        metrics["eval/length_mean"] = float(rollout.sequences.response_lens.double().mean())
+        metrics["eval/length_mean"] = float(rollout.sequences.trained.padded().sum(dim=1).double().mean())
         metrics["eval/truncated_fraction"] = float((~rollout.finished).double().mean())
-        return self.judged(metrics, scores)
+        if self.unscored is not None:
+            metrics["eval/errors"] = float(self.record(self.unscored, step, phase, rollout, judged))
+        if phase == "before":
+            self.before = {**scores, **{f"rule/{name}": values for name, values in rules.items()}}
+        return self.judged(metrics, scores, rules)
 
-    def judged(self, metrics: dict[str, float], scores: dict[str, list[float]]) -> Evaluation:
+    def judged(
+        self, metrics: dict[str, float], scores: dict[str, list[float | None]], rules: dict[str, list[float | None]]
+    ) -> Evaluation:
         """Quality, and the paired change since before training with its 95 % interval."""
         details: dict[str, Any] = {"prompts": len(self.prompts)}
-        for name, values in scores.items():
-            details[name] = interval(*mean_interval(values)) if len(values) > 1 else {"mean": values[0]}
-            if name in self.before and len(values) > 1:
-                details[f"{name}_change"] = interval(*paired_interval(values, self.before[name]))
+        for name, values in {**scores, **{f"rule/{name}": values for name, values in rules.items()}}.items():
+            details[name] = interval(values)
+            since = change(values, self.before[name]) if name in self.before else None
+            if since is not None:
+                details[f"{name}_change"] = since
         if self.gold is not None:
             return Evaluation(metrics, metrics["eval/gold_mean"], "eval/gold_mean", details)
         if self.kl_coef == 0 or "eval/kl_sequence" not in metrics:
@@ -78,13 +124,60 @@ class HeldOutAnswers:
         roles = self.roles
         rollout = roles.actor.generate(self.prompts)
         found = rollout.adding(old_logp=roles.actor.logprobs(rollout), score=roles.reward.score(rollout))
-        if "reference" in roles:
+        if "reference" in roles and not self.judging.greedy:
             found = found.adding(ref_logp=roles.reference.logprobs(rollout))
         return found.gather()
 
-    def rows(self, rollout: Rollout, phase: str) -> list[dict[str, Any]]:
-        """One sample a row, as the report reads them."""
+    def judge(self, source: RuleSource, rollout: Rollout) -> Scores:
+        """One rule's scores of all answers."""
+        if not self.judging.skip:
+            values_B, errors = source.score(rollout), None
+        else:
+            values_B, errors = source.attempt(rollout)
+        return Scores(values_B[:, None], values_B, (source.name,), (1.0,), errors)
+
+    def per_prompt(self, rollout: Rollout, values: list[float | None]) -> list[float | None]:
+        """The mean of the known values of each prompt's answers, in the order of the prompts."""
+        return [mean_or_none([values[i] for i in rows]) for rows in self.answers_of(rollout.group)]
+
+    def answers_of(self, group_B: Tensor) -> list[list[int]]:
+        """P lists of the rows that answer each prompt."""
+        found: list[list[int]] = [[] for _ in range(len(self.prompts))]
+        for row, prompt in enumerate(group_B.tolist()):
+            found[prompt].append(row)
+        return found
+
+    def passes(self, rollout: Rollout, judged: Mapping[str, Scores]) -> dict[str, float]:
+        """pass@k of every rule, over the prompts of which k answers or more have a score."""
+        out = {}
+        for name, found in judged.items():
+            right, valid = (found.total >= 1.0).tolist(), found.valid.tolist()
+            for k in self.judging.pass_at:
+                chances: list[float | None] = []
+                for rows in self.answers_of(rollout.group):
+                    known = [right[i] for i in rows if valid[i]]
+                    chances.append(pass_at_k(len(known), sum(known), k) if len(known) >= k else None)
+                out[f"eval/pass_at_{k}/{name}"] = mean_of(chances)
+        return out
+
+    def record(
+        self, to: UnscoredResponses, step: int, phase: str, rollout: Rollout, judged: Mapping[str, Scores]
+    ) -> int:
+        """How many answers the reward or a rule could not score; they are written down."""
         assert rollout.score is not None
+        bad_B = ~rollout.score.valid
+        label = phase if phase != "step" else "evaluation"
+        to.roles.reward.take_errors().gather()  # of these same answers
+        records = unscored(rollout, rollout.score)
+        for found in judged.values():
+            bad_B |= ~found.valid
+            records += unscored(rollout, found)
+        to.write(step, label, records)
+        return int(bad_B.sum())
+
+    def rows(self, rollout: Rollout, phase: str, judged: Mapping[str, Scores]) -> list[dict[str, Any]]:
+        """One sample a row, as the report reads them."""
+        rewarded, trained = rollout.rewarded(), rollout.sequences.trained.rows()
         ref_rows = rollout.ref_logp.rows() if rollout.ref_logp is not None else None
         return [
             {
@@ -92,11 +185,12 @@ class HeldOutAnswers:
                 "phase": phase,
                 "prompt": prompt_text(rollout.messages[i]),
                 "response": rollout.texts[i],
-                "proxy": float(rollout.score.total[i]),
+                "proxy": number_or_none(rewarded[i]),
                 "gold": self.gold_of(rollout, i),
-                "length": int(rollout.sequences.response_lens[i]),
+                "length": int(trained[i].sum()),
                 "finished": bool(rollout.finished[i]),
-                "ref_logp_per_token": float(ref_rows[i].mean()) if ref_rows is not None and len(ref_rows[i]) else None,
+                "ref_logp_per_token": None if ref_rows is None else number_or_none(ref_rows[i][trained[i]].mean()),
+                **{f"rule/{name}": number_or_none(found.total[i]) for name, found in judged.items()},
             }
             for i in range(len(rollout))
         ]
@@ -121,8 +215,14 @@ class HeldOutAnswers:
         return value
 
 
-def interval(mean: float, low: float, high: float) -> dict[str, float]:
-    return {"mean": mean, "low": low, "high": high}
+def number_or_none(value: Tensor) -> float | None:
+    """None where there is no score."""
+    return float(value) if bool(value.isfinite()) else None
+
+
+def mean_or_none(values: list[float | None]) -> float | None:
+    mean = mean_of(values)
+    return None if math.isnan(mean) else mean
 
 
 def first_prompts(prompts: Prompts, count: int) -> Prompts:

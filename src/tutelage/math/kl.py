@@ -80,13 +80,30 @@ def kl_k3_unbiased(logp: Tensor, ref_logp: Tensor, clamp: float = 20.0) -> Tenso
     return k2 + (kl_k3(logp, ref_logp, clamp) - k2).detach()
 
 
-KL_LOSSES: dict[str, Callable[..., Tensor]] = {"k2": kl_k2, "k3": kl_k3, "k3_unbiased": kl_k3_unbiased}
+def kl_k3_importance(logp: Tensor, ref_logp: Tensor, clamp: float = 20.0, old_logp: Tensor | None = None) -> Tensor:
+    """pi / pi_old * k3, elementwise, both factors differentiated   (DeepSeek-V3.2, 2512.02556, eq. 7).
+
+    For tokens drawn from pi_old, not from pi: value and gradient are unbiased for the reverse KL, KL(pi || ref),
+    however many updates lie between; k2 and k3_unbiased are so on tokens of pi itself alone.  Where ref >> pi the
+    weight of a token stays bounded, that of k3 does not.  old_logp gets no gradient; None: pi as it is, of ratio 1.
+    """
+    anchor = logp.detach() if old_logp is None else old_logp.detach()
+    return clamped_log_ratio(logp, anchor, clamp).exp() * kl_k3(logp, ref_logp, clamp)
 
 
-def kl_loss(kind: str, logp: Tensor, ref_logp: Tensor, clamp: float = 20.0) -> Tensor:
+KL_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "k2": kl_k2,
+    "k3": kl_k3,
+    "k3_unbiased": kl_k3_unbiased,
+    "k3_importance": kl_k3_importance,
+}
+
+
+def kl_loss(kind: str, logp: Tensor, ref_logp: Tensor, clamp: float = 20.0, old_logp: Tensor | None = None) -> Tensor:
     """The KL term of a loss, elementwise; multiply it by the KL coefficient and the aggregation weights.
 
-    k2: gradient of KL(pi || ref); k3: gradient of KL(ref || pi); k3_unbiased: value of k3, gradient of KL(pi || ref).
+    k2: gradient of KL(pi || ref); k3: gradient of KL(ref || pi); k3_unbiased: value of k3, gradient of KL(pi || ref);
+    k3_importance: value and gradient of KL(pi || ref) for tokens of pi_old, the only one that reads old_logp.
     ref_logp gets no gradient. Raises ConfigError for k1, whose expected gradient is 0, and for unknown kinds;
     ShapeError when shapes differ.
     """
@@ -99,6 +116,8 @@ def kl_loss(kind: str, logp: Tensor, ref_logp: Tensor, clamp: float = 20.0) -> T
         raise ConfigError(
             f"{kind!r} is not a KL loss.{closest(kind, KL_LOSSES)}", fix=f"choose one of {', '.join(KL_LOSSES)}"
         )
+    if kind == "k3_importance":
+        return kl_k3_importance(logp, ref_logp.detach(), clamp, old_logp)
     return KL_LOSSES[kind](logp, ref_logp.detach(), clamp)
 
 

@@ -1,13 +1,16 @@
 """Log-probabilities and entropy over the vocabulary, from logits or straight from the hidden states.
 
-Shapes: N flat tokens, V vocabulary, H hidden. Everything is computed in float32 at least (float64 stays float64), also
-for bfloat16 logits, and in nats. Temperature divides the logits, so the distribution is the one that was sampled from.
+Shapes: N flat tokens, n of one chunk, V vocabulary, H hidden, C candidate tokens.
+
+Everything is computed in float32 at least (float64 stays float64), also for bfloat16 logits, and in nats. Temperature
+divides the logits, so the distribution is the one that was sampled from.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +20,7 @@ from tutelage.errors import ConfigError, ShapeError
 from tutelage.math.masking import at_least_float32
 
 
-def _require_temperature(temperature: float) -> None:
+def require_temperature(temperature: float) -> None:
     if not (math.isfinite(temperature) and temperature > 0):
         raise ConfigError(
             f"temperature is {temperature}, which is not a finite number above 0",
@@ -27,7 +30,7 @@ def _require_temperature(temperature: float) -> None:
 
 def scaled_log_softmax(logits_NV: Tensor, temperature: float = 1.0) -> Tensor:
     """log softmax(logits / temperature) over the last dimension, in float32 at least. Raises ConfigError."""
-    _require_temperature(temperature)
+    require_temperature(temperature)
     wide_NV = at_least_float32(logits_NV)
     return torch.log_softmax(wide_NV if temperature == 1.0 else wide_NV / temperature, dim=-1)
 
@@ -64,27 +67,92 @@ def entropy_from_logits(logits_NV: Tensor, temperature: float = 1.0) -> Tensor:
     return _entropy_of(scaled_log_softmax(logits_NV, temperature))
 
 
-def head_logprobs(
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What is read of the distribution before each target, besides the logprob of the target.
+
+    entropy        - sum_v p_v log p_v.
+    log_collision  log sum_v p_v^2, without gradient.
+    candidates     (N, C) token ids whose logprobs are read.
+    top            number of the likeliest tokens, whose ids and logprobs are read, without gradient; 0: none.
+    below          those are looked for among ids 0 .. below - 1; None: among all.
+    """
+
+    entropy: bool = False
+    log_collision: bool = False
+    candidates: Tensor | None = None
+    top: int = 0
+    below: int | None = None
+
+
+LOGPROB_ALONE = Asked()
+
+
+def distribution_outputs(logp_NV: Tensor, targets_N: Tensor, asked: Asked) -> dict[str, Tensor]:
+    """By name, of logprobs over the whole vocabulary: logp (N,), and what is asked for.
+
+    entropy, log_collision (N,);  candidate_logp (N, C);  top_ids (N, top) int64 and top_logp (N, top), likeliest first.
+    Raises ShapeError when shapes do not fit, or for more likeliest tokens than there are.
+    """
+    found = {"logp": _gather_targets(logp_NV, targets_N)}
+    if asked.entropy:
+        found["entropy"] = _entropy_of(logp_NV)
+    if asked.log_collision:
+        found["log_collision"] = torch.logsumexp(2 * logp_NV.detach(), dim=-1)
+    if asked.candidates is not None:
+        found["candidate_logp"] = logp_NV.gather(-1, asked.candidates)
+    if asked.top:
+        within_NV = logp_NV.detach()[:, : asked.below]
+        require_enough(asked.top, within_NV.shape[1])
+        found["top_logp"], found["top_ids"] = within_NV.topk(asked.top, dim=-1)
+    return found
+
+
+def require_enough(top: int, tokens: int) -> None:
+    if top > tokens:
+        raise ShapeError(
+            f"the {top} likeliest of {tokens} tokens were asked for", fix="ask for at most the whole vocabulary"
+        )
+
+
+def head_outputs(
     hidden_NH: Tensor,
     targets_N: Tensor,
     head: Callable[[Tensor], Tensor],
+    asked: Asked = LOGPROB_ALONE,
     *,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
-    with_entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """(logp_N, entropy_N or None) of the targets under head(hidden), without ever holding (N, V) logits.
+) -> dict[str, Tensor]:
+    """`distribution_outputs` under head(hidden) / temperature, without ever holding (N, V) logits.
 
     The head runs on `chunk_tokens` rows at a time. Where gradients are recorded, each chunk's logits are dropped after
     the forward pass and computed again in the backward pass: at most one chunk of logits, (chunk_tokens, V), is alive
-    at any moment, for one more evaluation of the head. Both outputs carry gradient to the hidden states and to whatever
-    the head holds, equal to the gradients of the unchunked computation.
+    at any moment, for one more evaluation of the head. logp, entropy and candidate_logp carry gradient to the hidden
+    states and to whatever the head holds, equal to the gradients of the unchunked computation.
 
     The head is called with (n, H), n <= chunk_tokens, and returns (n, V); also once with n = 0 when N is 0, so that its
     parameters stay part of the graph. Values are in nats. Raises ConfigError for a temperature that is not above 0 or a
     chunk below 1 token, ShapeError when shapes do not fit.
     """
-    _require_temperature(temperature)
+    require_temperature(temperature)
+
+    def of_chunk(hidden_nH: Tensor, targets_n: Tensor, asked_n: Asked) -> dict[str, Tensor]:
+        return distribution_outputs(scaled_log_softmax(head(hidden_nH), temperature), targets_n, asked_n)
+
+    return in_chunks(of_chunk, hidden_NH, targets_N, asked, chunk_tokens)
+
+
+OfChunk = Callable[[Tensor, Tensor, Asked], dict[str, Tensor]]
+
+
+def in_chunks(
+    of_chunk: OfChunk, hidden_NH: Tensor, targets_N: Tensor, asked: Asked, chunk_tokens: int
+) -> dict[str, Tensor]:
+    """of_chunk on `chunk_tokens` rows at a time, computed again in the backward pass; its results after each other.
+
+    Raises ConfigError for a chunk below 1 token, ShapeError when shapes do not fit.
+    """
     if chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens is {chunk_tokens}", fix="use at least 1 token; 1024 is the default")
     if hidden_NH.dim() != 2 or targets_N.shape != hidden_NH.shape[:1]:
@@ -92,18 +160,20 @@ def head_logprobs(
             f"hidden {tuple(hidden_NH.shape)} does not fit targets {tuple(targets_N.shape)}",
             fix="pass hidden states (N, H) and targets (N,)",
         )
-
-    def chunk_outputs(hidden_nH: Tensor, targets_n: Tensor) -> tuple[Tensor, ...]:
-        logp_nV = scaled_log_softmax(head(hidden_nH), temperature)
-        logp_n = _gather_targets(logp_nV, targets_n)
-        return (logp_n, _entropy_of(logp_nV)) if with_entropy else (logp_n,)
-
+    candidates_NC = asked.candidates
+    if candidates_NC is not None and (candidates_NC.dim() != 2 or candidates_NC.shape[0] != targets_N.shape[0]):
+        raise ShapeError(
+            f"candidates {tuple(candidates_NC.shape)} do not fit {targets_N.shape[0]} targets",
+            fix="pass candidate ids (N, C)",
+        )
     # split, not slices: the backward of a slice allocates a full (N, H) gradient for every chunk.
-    outputs: list[tuple[Tensor, ...]] = []
-    for hidden_nH, targets_n in zip(hidden_NH.split(chunk_tokens), targets_N.split(chunk_tokens), strict=True):
+    hidden, targets = hidden_NH.split(chunk_tokens), targets_N.split(chunk_tokens)
+    candidates = [None] * len(hidden) if candidates_NC is None else candidates_NC.split(chunk_tokens)
+    found: list[dict[str, Tensor]] = []
+    for hidden_nH, targets_n, candidates_nC in zip(hidden, targets, candidates, strict=True):
+        asked_n = replace(asked, candidates=candidates_nC)
         if torch.is_grad_enabled():
-            outputs.append(checkpoint(chunk_outputs, hidden_nH, targets_n, use_reentrant=False))
+            found.append(checkpoint(of_chunk, hidden_nH, targets_n, asked_n, use_reentrant=False))
         else:
-            outputs.append(chunk_outputs(hidden_nH, targets_n))
-    columns = [torch.cat(column) for column in zip(*outputs, strict=True)]
-    return columns[0], columns[1] if with_entropy else None
+            found.append(of_chunk(hidden_nH, targets_n, asked_n))
+    return {name: torch.cat([chunk[name] for chunk in found]) for name in found[0]}

@@ -1,4 +1,4 @@
-"""The clipped surrogate loss of PPO, per item (token or sequence), any shape."""
+"""What a policy loss says of every token, and the clipped surrogate loss of PPO, any shape.  More: policy_losses."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ LOG_RATIO_CLAMP = 20.0
 class PolicyTerms:
     """What one item contributes; all of the inputs' shape. Only `loss` carries gradient.
 
-    loss: to be weighted and summed.  ratio: pi / pi_old.
-    clipped: the clipped branch is the active one, so the gradient is 0.
+    loss: to be weighted and summed.  ratio: pi / pi_old, of what the loss compares: the token or its sequence.
+    clipped: the loss holds the item back: its gradient is 0, or, in cispo, its weight was cut.
     dual_clipped: the dual clip is active, so the gradient is 0 (never together with `clipped`).
     approx_kl: k3 estimate of KL(pi_old || pi), for items drawn from pi_old; nats.
+    selected: tokens that were picked by their covariance; None where none are.
     """
 
     loss: Tensor
@@ -29,6 +30,35 @@ class PolicyTerms:
     clipped: Tensor
     dual_clipped: Tensor
     approx_kl: Tensor
+    selected: Tensor | None = None
+
+
+def policy_terms(
+    loss: Tensor,
+    logp: Tensor,
+    old_logp: Tensor,
+    *,
+    ratio: Tensor | None = None,
+    clipped: Tensor | None = None,
+    selected: Tensor | None = None,
+) -> PolicyTerms:
+    """The terms of a loss: pi / pi_old is that of the item unless `ratio` is given, nothing is clipped unless said.
+
+    All of one shape, which is checked (ShapeError).
+    """
+    require_same_shape(loss=loss, logp=logp, old_logp=old_logp, ratio=ratio, clipped=clipped, selected=selected)
+    logp, old_logp = logp.detach(), old_logp.detach()
+    if ratio is None:
+        ratio = clamped_log_ratio(logp, old_logp, LOG_RATIO_CLAMP).exp()
+    free = torch.zeros_like(loss, dtype=torch.bool)
+    return PolicyTerms(
+        loss=loss,
+        ratio=ratio.detach(),
+        clipped=free if clipped is None else clipped.detach(),
+        dual_clipped=free,
+        approx_kl=kl_k3(old_logp, logp, LOG_RATIO_CLAMP),
+        selected=selected,
+    )
 
 
 def ppo_policy_loss(

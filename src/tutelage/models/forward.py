@@ -1,20 +1,23 @@
 """What a model says about sequences: logprobs, values and scores, of response positions only, without padding.
 
-Shapes: B sequences, N flat tokens, R flat response tokens, H hidden.
+Shapes: B sequences, N flat tokens, R flat response tokens, r of one rank, H hidden, C candidate tokens.
 
 The hidden state of token t - 1 predicts token t, so everything about response token t is read at t - 1: its logprob,
-and the value of the state in which it was chosen.  Gradients are recorded unless the caller switches them off.
+and the value of the state in which it was chosen.  A reward model's score of token t has read the token, and is read at
+t.  Gradients are recorded unless the caller switches them off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tutelage.errors import ModelError, ShapeError
-from tutelage.math.logprobs import head_logprobs
+from tutelage.math.logprobs import LOGPROB_ALONE, Asked, head_outputs
 from tutelage.models.heads import ScalarModel
 from tutelage.models.language_model import LanguageModel
 from tutelage.types import Outputs, Ragged, Sequences
@@ -33,31 +36,46 @@ def predicting_index(sequences: Sequences) -> Tensor:
     return sequences.response_index() - 1
 
 
-def token_logprobs(
-    model: LanguageModel, sequences: Sequences, temperature: float = 1.0, with_entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """(R,) logprob of each response token, and the entropy (R,) of the distribution it was drawn from, in nats.
+def token_outputs(
+    model: LanguageModel, sequences: Sequences, asked: Asked = LOGPROB_ALONE, temperature: float = 1.0
+) -> dict[str, Tensor]:
+    """As `math.logprobs.distribution_outputs`: of the distribution that each of the R response tokens was drawn from.
 
-    log softmax(logits / temperature); only response positions go through the output layer, in chunks.
+    softmax(logits / temperature), in nats; only response positions go through the output layer, in chunks.
     """
     index_R = predicting_index(sequences)
     states = model.trunk.states(sequences.tokens)
-    targets_R = sequences.tokens.flat[index_R + 1].to(states.hidden.device)
+    home = states.hidden.device
+    targets_R = sequences.tokens.flat[index_R + 1].to(home)
+    candidates_RC = None if asked.candidates is None else asked.candidates.to(home)
+    columns: dict[str, tuple[slice, bool]] = {}
 
     def read(hidden_rH: Tensor, pick: Tensor | slice) -> Tensor:
-        """(r, 1 or 2)"""
-        if model.vocabulary is None:
-            found = head_logprobs(
-                hidden_rH, targets_R[pick], model.logits, temperature=temperature, with_entropy=with_entropy
-            )
-        else:
-            found = model.vocabulary.logprobs(
-                hidden_rH, targets_R[pick], model.logits, temperature=temperature, with_entropy=with_entropy
-            )
-        return torch.stack([column for column in found if column is not None], dim=1)
+        """(r, columns): what is read travels as one tensor.  Ids are exact in float32 below 2^24."""
+        here = replace(asked, candidates=None if candidates_RC is None else candidates_RC[pick])
+        output = head_outputs if model.vocabulary is None else model.vocabulary.outputs
+        found = output(hidden_rH, targets_R[pick], model.logits, here, temperature=temperature)
+        parts, start = [], 0
+        for name, x in found.items():
+            part_rC = (x if x.ndim == 2 else x[:, None]).to(found["logp"].dtype)
+            columns[name] = (slice(start, start + part_rC.shape[1]), x.ndim == 2)
+            parts.append(part_rC)
+            start += part_rC.shape[1]
+        return torch.cat(parts, dim=1)
 
-    columns = states.read(index_R, read).unbind(1)
-    return columns[0], columns[1] if with_entropy else None
+    whole_R = states.read(index_R, read)
+    found = {name: whole_R[:, at] if wide else whole_R[:, at.start] for name, (at, wide) in columns.items()}
+    if "top_ids" in found:
+        found["top_ids"] = found["top_ids"].to(torch.int64)
+    return found
+
+
+def token_logprobs(
+    model: LanguageModel, sequences: Sequences, temperature: float = 1.0, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(R,) logprob of each response token, and the entropy (R,) of the distribution it was drawn from, in nats."""
+    found = token_outputs(model, sequences, Asked(entropy=with_entropy), temperature)
+    return found["logp"], found.get("entropy")
 
 
 def values_with_bootstrap(model: ScalarModel, sequences: Sequences) -> Ragged:
@@ -80,24 +98,85 @@ def _token_scalars(model: ScalarModel, sequences: Sequences, index_R: Tensor) ->
     return model.trunk.states(sequences.tokens).read(index_R, lambda hidden_rH, _: model.scalars(hidden_rH))
 
 
+def token_scores(model: ScalarModel, sequences: Sequences) -> Tensor:
+    """(R,) a reward model's scalar at each response token, with the token itself read; no pooling."""
+    return _token_scalars(model, sequences, sequences.response_index())
+
+
 def sequence_scores(model: ScalarModel, sequences: Sequences) -> Tensor:
     """(B,) the head on each sequence's pooled hidden state."""
     return model.scores(sequences.tokens, sequences.prompt_lens)
 
 
-def outputs(model: Model, sequences: Sequences, wanted: Collection[str], temperature: float) -> Outputs:
-    """What a loss asks for, on the device of `sequences`. Raises ModelError for what this model does not compute."""
-    can = {"logp", "entropy"} if isinstance(model, LanguageModel) else {"value"} if model.kind == "value" else {"score"}
+COMPUTED = {
+    "language": frozenset({"logp", "entropy", "log_collision", "candidate_logp"}),
+    "value": frozenset({"value"}),
+    "reward": frozenset({"score", "token_score"}),
+}
+"""What a kind of model can be asked for."""
+
+
+def require_computed(model: Model, wanted: Collection[str]) -> None:
+    """Raises ModelError for what this model does not compute."""
+    can = COMPUTED["language" if isinstance(model, LanguageModel) else model.kind]
     unknown = sorted(set(wanted) - can)
     if unknown:
         raise ModelError(
             f"the loss needs {', '.join(unknown)}, this model computes {', '.join(sorted(can))}",
             fix="give the loss to the role it is meant for",
         )
-    home = sequences.tokens.flat.device
+
+
+def candidates_of(batch: Any, wanted: Collection[str]) -> Tensor | None:
+    """(R, C) the batch's candidate tokens, where their logprobs are wanted.
+
+    Raises ShapeError for a batch that has none, or not one row for each response token.
+    """
+    if "candidate_logp" not in wanted:
+        return None
+    ids = getattr(batch, "candidate_ids", None)
+    if ids is None:
+        raise ShapeError("the batch has no candidate_ids", fix="add them with adding(candidate_ids=...) first")
+    if ids.flat.ndim != 2 or not torch.equal(ids.lens, batch.sequences.response_lens):
+        raise ShapeError(
+            f"candidate_ids {tuple(ids.flat.shape)} do not fit {int(batch.sequences.response_lens.sum())} response "
+            "tokens",
+            fix="give the same number of candidates for every response token",
+        )
+    flat: Tensor = ids.flat
+    return flat
+
+
+def outputs(
+    model: Model, sequences: Sequences, wanted: Collection[str], temperature: float, candidates: Tensor | None = None
+) -> Outputs:
+    """What a loss asks for, on the device of `sequences`.
+
+    candidates: (R, C) token ids, for "candidate_logp" (`candidates_of`).
+    Raises ModelError for what this model does not compute.
+    """
+    require_computed(model, wanted)
     if isinstance(model, LanguageModel):
-        logp_R, entropy_R = token_logprobs(model, sequences, temperature, "entropy" in wanted)
-        return Outputs(logp=logp_R.to(home), entropy=None if entropy_R is None else entropy_R.to(home))
-    if model.kind == "value":
-        return Outputs(value=token_values(model, sequences).to(home))
-    return Outputs(score=sequence_scores(model, sequences).to(home))
+        asked = Asked("entropy" in wanted, "log_collision" in wanted, candidates)
+        found = token_outputs(model, sequences, asked, temperature)
+    elif model.kind == "value":
+        found = {"value": token_values(model, sequences)}
+    else:
+        found = _reward_outputs(model, sequences, wanted)
+    home = sequences.tokens.flat.device
+    return Outputs(**{name: x.to(home) for name, x in found.items()})
+
+
+def _reward_outputs(model: ScalarModel, sequences: Sequences, wanted: Collection[str]) -> dict[str, Tensor]:
+    """Both kinds of score from one pass through the trunk, but where pooled states are remembered."""
+    if "token_score" not in wanted:
+        return {"score": sequence_scores(model, sequences)}
+    if "score" not in wanted:
+        return {"token_score": token_scores(model, sequences)}
+    if model.features is not None:
+        return {"score": sequence_scores(model, sequences), "token_score": token_scores(model, sequences)}
+    states = model.trunk.states(sequences.tokens)
+    home, lens_B = states.hidden.device, sequences.tokens.lens
+    pooled_BH = model.pooled(states, lens_B.to(home), sequences.prompt_lens.to(home))
+    per_token = states.read(sequences.response_index(), lambda hidden_rH, _: model.scalars(hidden_rH))
+    return {"score": model.scalars(pooled_BH), "token_score": per_token}

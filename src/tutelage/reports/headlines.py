@@ -92,6 +92,9 @@ METRIC_ROWS = (
     ("sft/loss", "Training loss", "nats per token"),
     ("rm/loss", "Training loss", "nats per pair"),
     ("rm/accuracy", "Training accuracy", "share of pairs"),
+    ("dpo/loss", "Training loss", "per pair"),
+    ("dpo/accuracy", "Training accuracy", "share of pairs"),
+    ("dpo/margin", "Reward margin", "beta times nats"),
     ("eval/loss", "Held-out loss", "nats"),
     ("eval/accuracy", "Held-out accuracy", "share of pairs"),
 )

@@ -35,6 +35,7 @@ class Actor:
     DISPATCH: ClassVar[dict[str, Dispatch]] = {
         "generate": Dispatch.GENERATE,
         "logprobs": Dispatch.ROWS,
+        "log_collisions": Dispatch.ROWS,
         "step": Dispatch.MINIBATCH,
         "evaluate": Dispatch.MINIBATCH,
     }
@@ -85,6 +86,10 @@ class Actor:
     def logprobs(self, batch: Any) -> Ragged:
         """(R,) logprobs of the response tokens under the present weights, without gradient."""
         return self.engine.logprobs(batch.sequences, self.temperature)
+
+    def log_collisions(self, batch: Any) -> Ragged:
+        """(R,) log sum_v p_v^2 at each response token under the present weights, without gradient."""
+        return self.engine.log_collisions(batch.sequences, self.temperature)
 
     def step(self, batch: Any, loss: Loss) -> Stats:
         if self.rollout is not None:

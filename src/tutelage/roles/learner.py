@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tutelage.layout import Dispatch
 from tutelage.protocols import Engine, Loss
-from tutelage.types import Sequences, Stats
+from tutelage.types import Ragged, Sequences, Stats
 
 Exporting = Callable[[Path], AbstractContextManager[None]]
 """Wraps the writing of a model folder: what is done to the model before it, and added to the folder after it."""
@@ -24,6 +24,8 @@ class Learner:
         "step": Dispatch.MINIBATCH,
         "evaluate": Dispatch.MINIBATCH,
         "scores": Dispatch.ROWS,
+        "logprobs": Dispatch.ROWS,
+        "log_collisions": Dispatch.ROWS,
     }
 
     def __init__(self, engine: Engine, exporting: Exporting) -> None:
@@ -39,6 +41,14 @@ class Learner:
     def scores(self, sequences: Sequences) -> Tensor:
         """(B,) for a reward model under training."""
         return self.engine.scores(sequences)
+
+    def logprobs(self, batch: Any) -> Ragged:
+        """(R,) for a policy: logprobs of the response tokens of `batch.sequences`, without gradient, temperature 1."""
+        return self.engine.logprobs(batch.sequences, 1.0)
+
+    def log_collisions(self, batch: Any) -> Ragged:
+        """(R,) for a policy: log sum_v p_v^2 at each response token, without gradient, temperature 1."""
+        return self.engine.log_collisions(batch.sequences, 1.0)
 
     def save_state(self, folder: Path) -> None:
         """Weights, moments and updates, for `load_state` on any number of ranks."""

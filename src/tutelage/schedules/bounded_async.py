@@ -41,6 +41,7 @@ class BoundedAsync:
     """
 
     LOOKS_AHEAD = True
+    refills = 0
 
     def __init__(
         self,

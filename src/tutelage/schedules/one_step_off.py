@@ -18,6 +18,7 @@ class OneStepOff:
     """
 
     LOOKS_AHEAD = True
+    refills = 0
 
     def __init__(self, algorithm: Algorithm, transport: Transport, roles: Any, cfg: Any) -> None:
         self.algorithm = generating(algorithm, "one_step_off")

@@ -11,28 +11,35 @@ from tutelage.protocols import Algorithm, Pending, Transport
 from tutelage.types import Stat, Stats, merge_stats
 
 Draw = Callable[[], Any | None]
-"""The next batch of the data, numbered by its place in it; None when every step of the run has one."""
+"""The next batch of the data, numbered by its place in it; None when every step of the run has one, or, where steps may
+draw several, at the end of the data."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """batch: the scored batch that was learned from; state: the algorithm's next one; stats: named sums and weights."""
+    """batch: the scored batch that was learned from; state: the algorithm's next one; stats: named sums and weights;
+    notes: what the run should say about the step.
+    """
 
     batch: Any
     state: Any
     stats: Stats
+    notes: tuple[str, ...] = ()
 
 
 class Schedule(Protocol):
     """Decides when to generate, learn and publish.
 
     LOOKS_AHEAD  whether rollouts are begun before their step; a checkpoint then holds them (`state`).
+    refills      batches that a step may draw beyond its own; 0: one batch for each step.
     advance      one training step; it draws the batches it needs.  None: there is nothing left to learn from.
     state        what was begun ahead, gathered: a dict that `engines.state.flatten` takes apart.
     """
 
     LOOKS_AHEAD: bool
 
+    @property
+    def refills(self) -> int: ...
     @property
     def algorithm(self) -> Algorithm: ...
     def advance(self, draw: Draw, state: Any) -> StepResult | None: ...

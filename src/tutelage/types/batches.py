@@ -25,6 +25,7 @@ class Prompts:
     messages   the chat behind each prompt, a tuple of {"role", "content"}; for reward models with another template.
     step, n    the training step and samples per prompt; they key the randomness.
     greedy     evaluation only: take the most likely token.
+    environments  name of the environment that each prompt begins an episode of; None: prompts are answered in one turn.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -35,6 +36,7 @@ class Prompts:
     n: int = 1
     purpose: str = "rollout"
     greedy: bool = False
+    environments: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -51,6 +53,7 @@ class Prompts:
             ids=tuple(self.ids[i] for i in pick),
             truths=tuple(self.truths[i] for i in pick),
             messages=tuple(self.messages[i] for i in pick),
+            environments=None if self.environments is None else tuple(self.environments[i] for i in pick),
         )
 
 
@@ -149,6 +152,12 @@ class Rollout(_Columns):
     log_collision Ragged (R): log sum_v p_v^2 of the distribution each token was drawn from.
     teacher_logp  Ragged (R): a teacher's logprobs of the response tokens.
     candidate_ids, candidate_logp  Ragged (R, C): a teacher's likeliest tokens at each position, and their logprobs.
+
+    Of episodes with an environment, else None.  What the environment said is in the response and not trained:
+    environments  its name.    turns (B,) int64: responses of the policy in the row.
+    transcripts   every message after the prompt; `texts` holds the same as the tokens spell it.
+    episode_info  sums over the turns of the numbers it told.
+    episode_errors  what went wrong in it, "" where nothing did.  Nothing in such a row is trained or rewarded.
     """
 
     sequences: Sequences
@@ -174,6 +183,11 @@ class Rollout(_Columns):
     teacher_logp: Ragged | None = None
     candidate_ids: Ragged | None = None
     candidate_logp: Ragged | None = None
+    environments: tuple[str, ...] | None = None
+    turns: Tensor | None = None
+    transcripts: tuple[tuple[dict[str, str], ...], ...] | None = None
+    episode_info: tuple[dict[str, float], ...] | None = None
+    episode_errors: tuple[str, ...] | None = None
 
     _whole = ("baseline",)
 
@@ -183,6 +197,16 @@ class Rollout(_Columns):
     def item_tokens(self) -> Tensor:
         """(B,) tokens that one item costs an engine."""
         return self.sequences.tokens.lens
+
+    def rewarded(self) -> Tensor:
+        """(B,) float32: what each response is paid, its score and the rewards of its trained tokens together."""
+        lens = self.sequences.response_lens
+        total = torch.zeros(len(self)) if self.score is None else self.score.total.float()
+        if self.token_reward is None:
+            return total
+        paid = torch.where(self.sequences.trained.flat, self.token_reward.flat, 0.0)
+        rows = torch.repeat_interleave(torch.arange(len(self)), lens)
+        return total + torch.zeros(len(self), dtype=torch.float64).index_add_(0, rows, paid.double()).float()
 
     def column(self, name: str) -> Ragged:
         """An optional ragged column that this point of the flow needs."""

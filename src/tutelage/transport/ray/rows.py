@@ -40,7 +40,7 @@ def rows_of(value: Any) -> Rows | None:
     if isinstance(value, Prompts):
         return Rows(torch.tensor([len(p) for p in value.tokens], dtype=torch.int64), batch=True)
     if is_batch(value):
-        pairs = hasattr(value, "chosen") and hasattr(value, "rejected")
+        pairs = hasattr(value, "sides")  # two sequences an item
         return Rows(value.item_tokens().cpu(), batch=True, pairs=pairs)
     if isinstance(value, Ragged):
         return Rows(value.lens.cpu(), batch=False)
@@ -49,6 +49,11 @@ def rows_of(value: Any) -> Rows | None:
     if isinstance(value, Tensor) and value.ndim:
         return Rows(torch.ones(len(value), dtype=torch.int64), batch=False)
     return None
+
+
+def whole_columns(batch: Any) -> tuple[str, ...]:
+    """Columns of a batch with rows of their own, which every part of it has whole (`Rollout.baseline`)."""
+    return tuple(getattr(type(batch), "_whole", ()))
 
 
 def reply_rows(value: Any) -> Rows | None:
@@ -81,7 +86,7 @@ def concat(values: Sequence[Any]) -> Any:
     if isinstance(first, (list, tuple)):
         return type(first)(entry for value in values for entry in value)
     if isinstance(first, Prompts):
-        names = ("tokens", "ids", "truths", "messages")
+        names = ("tokens", "ids", "truths", "messages", "environments")
         joined: dict[str, Any] = {n: tuple(row for value in values for row in getattr(value, n)) for n in names}
         return replace(first, **joined)
     return type(first).concat(values)

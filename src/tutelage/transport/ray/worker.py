@@ -224,8 +224,12 @@ def resolved(argument: Given | Parts, reports: tuple[Report, ...], wanted_b: tor
         value = joined(argument.refs, told, argument.each, wanted_b, fetched)
     if not argument.columns:
         return value
-    base = known_rows(argument, reports)
-    return value.adding(**{n: _column(n, c, reports, base, wanted_b) for n, c in argument.columns.items()})
+    base, whole = known_rows(argument, reports), rows.whole_columns(value)
+    columns = {
+        name: resolved(column, reports, None) if name in whole else _column(name, column, reports, base, wanted_b)
+        for name, column in argument.columns.items()
+    }
+    return value.adding(**columns)
 
 
 def _column(

@@ -1,4 +1,4 @@
-"""Advantages of responses against the other responses to the same prompt: no critic.
+"""A response against the other responses to the same prompt: statistics of groups, and GRPO's advantage.
 
 Shapes: B sequences, in groups named by an integer each; G responses in a group.  Float32 at least.
 """

@@ -1,0 +1,67 @@
+"""What distillation and rejection sampling share: learning from the policy's own samples without a policy ratio.
+
+Shapes: B sequences, T response tokens, R flat response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tutelage.algorithms.policy import counted_tokens
+from tutelage.config.distill import DistillConfig, DistillSettings
+from tutelage.config.raft import RAFTConfig, RAFTSettings
+from tutelage.math.keyed import keyed_permutation, sample_key
+from tutelage.math.masking import aggregation_weights
+from tutelage.types import Ragged, Rollout
+
+Config = DistillConfig | RAFTConfig
+
+
+@dataclass(frozen=True)
+class StepState:
+    """What a step depends on besides weights."""
+
+    step: int
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+
+def initial_state(cfg: Config) -> StepState:
+    return StepState(0)
+
+
+def state_from(saved: Mapping[str, Any]) -> StepState:
+    return StepState(saved["step"])
+
+
+def settings_of(cfg: Config) -> DistillSettings | RAFTSettings:
+    """The section of the algorithm, which has its name."""
+    return getattr(cfg, cfg.algorithm)
+
+
+def generate(prompts: Any, roles: Any, cfg: Config) -> Any:
+    """Prompts -> rollouts, which a schedule may begin ahead of their step."""
+    return roles.actor.generate(prompts)
+
+
+def updates_of(batch: Any, cfg: Config, step: int) -> Iterator[Any]:
+    """`epochs` passes over the batch, each in `minibatches` parts, in an order keyed by (seed, step, pass)."""
+
+    def order(epoch: int, n: int) -> Tensor:
+        return keyed_permutation(n, sample_key(cfg.seed, step, "minibatches", epoch, "shuffle"))
+
+    settings = settings_of(cfg)
+    return batch.minibatches(settings.epochs, settings.minibatches, order)
+
+
+def token_weights(batch: Rollout, cfg: Config) -> Ragged:
+    """The aggregation weight of every response token of a mini-batch; 0 under the mask and in uncounted rows."""
+    lens = batch.sequences.response_lens
+    mask_BT = Ragged(counted_tokens(batch), lens).padded()
+    weight_BT = aggregation_weights(mask_BT, settings_of(cfg).aggregation, cfg.rollout.max_new_tokens)
+    return Ragged.from_padded(weight_BT, lens)
