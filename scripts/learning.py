@@ -3,10 +3,11 @@
 
     python scripts/learning.py [--seeds N] [--only NAME ...] [--out DIR] [--write docs/results/learning.md]
 
-For each seed the corpus, the SFT policy and the reward model of the demo are made once; then every algorithm starts from
-them with the settings below.  Gold is the task's own quality, which no training sees.  Measured is the last policy, never
-the best one, on 128 held-out prompts with the same random keys before and after.  The interval is Student's over the
-seeds' mean changes.  What is done is kept in DIR: the command goes on where it was stopped.
+For each seed the corpus, the SFT policy and the reward model of the demo are made once; every algorithm starts from
+them with the settings below (SFT's own variants start from the untrained model).  Gold is the task's own quality, which
+no training sees.  Measured is the last policy, never the best one, on 128 held-out prompts with the same random keys
+before and after.  The interval is Student's over the seeds' mean changes.  What is done is kept in DIR: the command
+goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -70,14 +71,20 @@ def dpo(name: str, *overrides: str) -> Entry:
     return Entry("preference losses", name, "demo_dpo", (f"dpo.loss={name}", *overrides))
 
 
-def variant(name: str, *overrides: str) -> Entry:
-    return Entry("variants of preference losses", name, "demo_dpo", overrides)
+def unpaired(name: str, *overrides: str) -> Entry:
+    return Entry("unpaired losses", name, "demo_kto", (f"kto.loss={name}", *overrides))
+
+
+def distill(name: str, *overrides: str) -> Entry:
+    """The teacher is the policy that PPO with a critic made of the same seed: that row comes first."""
+    return Entry("rejection sampling, distillation", name, "demo_distill", ("teacher.path={teacher}", *overrides))
 
 
 PAIRS = ("demo_dpo", "demo_kto")
+PPO = Entry("policy losses", "ppo with a critic", "demo_ppo", ("max_steps=15",))
 
 ENTRIES: tuple[Entry, ...] = (
-    Entry("policy losses", "ppo with a critic", "demo_ppo", ("max_steps=15",)),
+    PPO,
     grpo("grpo"),
     grpo("dr_grpo", "grpo.estimator=dr_grpo", "grpo.aggregation=constant_horizon"),
     grpo("rloo", "grpo.estimator=rloo"),
@@ -95,25 +102,35 @@ ENTRIES: tuple[Entry, ...] = (
     *(dpo(n) for n in ("sppo_hard", "apo_zero", "apo_down", "aot", "aot_unpaired", "orpo", "cpo", "simpo", "alphapo")),
     dpo("robust", "dpo.label_smoothing=0.1"),
     dpo("exo_pair", "dpo.label_smoothing=0.001"),
+    *(unpaired(name) for name in ("kto", "apo_zero_unpaired", "bco")),
+    Entry("online preferences", "online_dpo", "demo_online_dpo"),
+    Entry("online preferences", "iterative_dpo", "demo_iterative_dpo"),
+    Entry("online preferences", "xpo", "demo_xpo"),
+    Entry("online preferences", "nash_md", "demo_nash_md"),
+    Entry("rejection sampling, distillation", "raft", "demo_raft"),
+    *(distill(name, f"distill.divergence={name}") for name in ("reverse_kl", "forward_kl", "jsd")),
+    distill("reverse_kl, sampled", "distill.divergence=reverse_kl", "distill.form=sampled"),
+    Entry("variants of policy optimisation", "dapo", "demo_dapo"),
+    Entry("supervised", "nll", "demo_sft"),
+    Entry("supervised", "dft", "demo_sft", ("sft.loss=dft",)),
+    Entry("supervised", "nll with NEFTune", "demo_sft", ("sft.neftune_alpha=5",)),
 )
 
 
-def prepare(folder: Path, seed: int) -> tuple[CorpusPaths, Path, Path]:
+def prepare(folder: Path, seed: int) -> Base:
     """Corpus, SFT policy and reward model of a seed, made once."""
-    done = folder / "prepared.json"
+    done, untrained = folder / "prepared.json", folder / "model"
     corpus = write_corpus(folder / "data", seed)
-    if done.exists():
-        saved = json.loads(done.read_text())
-        return corpus, Path(saved["policy"]), Path(saved["reward"])
-    build_model_folder(folder / "model", seed)
-    common = (f"output_dir={folder}", f"seed={seed}")
-    sft = train(
-        "demo_sft", *common, "name=sft", f"model.path={folder / 'model'}", f"data.train={corpus.demonstrations}"
-    )
-    pairs = (f"data.train={corpus.preferences}", f"data.eval={corpus.eval_preferences}")
-    reward = train("demo_reward_model", *common, "name=reward", f"model.path={sft.best_model}", *pairs)
-    done.write_text(json.dumps({"policy": str(sft.best_model), "reward": str(reward.best_model)}))
-    return corpus, sft.best_model, reward.best_model
+    if not done.exists():
+        build_model_folder(untrained, seed)
+        common = (f"output_dir={folder}", f"seed={seed}")
+        demonstrations = (f"model.path={untrained}", f"data.train={corpus.demonstrations}")
+        sft = train("demo_sft", *common, "name=sft", *demonstrations)
+        pairs = (f"data.train={corpus.preferences}", f"data.eval={corpus.eval_preferences}")
+        reward = train("demo_reward_model", *common, "name=reward", f"model.path={sft.best_model}", *pairs)
+        done.write_text(json.dumps({"policy": str(sft.best_model), "reward": str(reward.best_model)}))
+    saved = json.loads(done.read_text())
+    return Base(folder, corpus, untrained, Path(saved["policy"]), Path(saved["reward"]))
 
 
 def train(recipe: str, *overrides: str) -> Any:
@@ -139,16 +156,37 @@ def gold_of(model: Path, prompts: Any, seed: int) -> list[float]:
     return [gold_score(prompt_text(m), text) for m, text in zip(answers.messages, answers.texts, strict=True)]
 
 
-def settings_of(entry: Entry, corpus: CorpusPaths, policy: Path, reward: Path, folder: Path, seed: int) -> list[str]:
+@dataclass(frozen=True)
+class Base:
+    """What every run of a seed starts from."""
+
+    folder: Path
+    corpus: CorpusPaths
+    untrained: Path
+    policy: Path
+    reward: Path
+
+    def start(self, entry: Entry) -> Path:
+        return self.untrained if entry.recipe == "demo_sft" else self.policy
+
+    def teacher(self) -> Path:
+        """What PPO with a critic made of the policy."""
+        return last_model(self.folder / "runs" / slug(PPO))
+
+
+def settings_of(entry: Entry, base: Base, seed: int) -> list[str]:
     """The entry's overrides with the data and models of a seed."""
-    common = [f"output_dir={folder}", f"name={slug(entry)}", f"seed={seed}", f"model.path={policy}"]
-    if entry.recipe in ("demo_sft", "demo_reward_model"):
-        return [*common, f"data.train={corpus.demonstrations}", *entry.overrides]
+    corpus = base.corpus
+    given = [f"output_dir={base.folder / 'runs'}", f"name={slug(entry)}", f"seed={seed}"]
+    given += [f"model.path={base.start(entry)}"]
+    if entry.recipe == "demo_sft":
+        return [*given, f"data.train={corpus.demonstrations}", *entry.overrides]
     if entry.recipe in PAIRS:
-        return [*common, f"data.train={corpus.preferences}", f"data.eval={corpus.eval_preferences}", *entry.overrides]
-    given = [f"data.train={corpus.train_prompts}", f"data.eval={corpus.eval_prompts}", "evaluation.every=0"]
-    given += ["evaluation.prompts=16", f"reward.model={reward}"]
-    return [*common, *given, *(text.replace("{reward}", str(reward)) for text in entry.overrides)]
+        return [*given, f"data.train={corpus.preferences}", f"data.eval={corpus.eval_preferences}", *entry.overrides]
+    given += [f"data.train={corpus.train_prompts}", f"data.eval={corpus.eval_prompts}", "evaluation.every=0"]
+    given += ["evaluation.prompts=16"]
+    given += [] if entry.recipe == "demo_dapo" else [f"reward.model={base.reward}"]
+    return [*given, *(text.replace("{teacher}", str(base.teacher())) for text in entry.overrides)]
 
 
 def slug(entry: Entry) -> str:
@@ -157,26 +195,39 @@ def slug(entry: Entry) -> str:
 
 def measure(entry: Entry, seed: int, out: Path) -> dict[str, Any]:
     """One run; a failure is a result too."""
-    folder = out / f"seed_{seed}"
-    corpus, policy, reward = prepare(folder, seed)
+    base = prepare(out / f"seed_{seed}", seed)
     found: dict[str, Any] = {"family": entry.family, "name": entry.name, "seed": seed}
     started = time.perf_counter()
     try:
-        run = train(entry.recipe, *settings_of(entry, corpus, policy, reward, folder / "runs", seed))
-        last = max((run.folder / "checkpoints").glob("step_*")) / "model"
-        prompts = held_out(corpus, policy, reward)
-        after = gold_of(last, prompts, seed)
-        before = gold_of(policy, prompts, seed)
-        found |= {"steps": run.summary["steps"], "before": sum(before) / PROMPTS, "after": sum(after) / PROMPTS}
+        run = train(entry.recipe, *settings_of(entry, base, seed))
+        found |= {"steps": run.summary["steps"], "before": gold_before(base, entry, seed)}
+        found |= {"after": mean(gold_of(last_model(run.folder), held_out(base), seed))}
     except TutelageError as error:
         found["error"] = str(error)
     found["seconds"] = round(time.perf_counter() - started, 1)
     return found
 
 
-def held_out(corpus: CorpusPaths, policy: Path, reward: Path) -> Any:
-    given = [f"data.train={corpus.train_prompts}", f"data.eval={corpus.eval_prompts}"]
-    loaded, _ = load_checked("demo_grpo", [*given, f"model.path={policy}", f"reward.model={reward}"])
+def last_model(run: Path) -> Path:
+    return max(run.glob("checkpoints/step_*/model"), default=run / "has no checkpoint")
+
+
+def gold_before(base: Base, entry: Entry, seed: int) -> float:
+    """Of the model that an entry starts from, measured once."""
+    start = base.start(entry)
+    kept = base.folder / f"gold_{start.parent.name if start.name == 'model' else start.name}.json"
+    if not kept.exists():
+        kept.write_text(json.dumps(mean(gold_of(start, held_out(base), seed))))
+    return float(json.loads(kept.read_text()))
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def held_out(base: Base) -> Any:
+    given = [f"data.train={base.corpus.train_prompts}", f"data.eval={base.corpus.eval_prompts}"]
+    loaded, _ = load_checked("demo_grpo", [*given, f"model.path={base.policy}", f"reward.model={base.reward}"])
     return first_prompts(stage_data(loaded.config).prepared.eval, PROMPTS)
 
 
@@ -211,7 +262,7 @@ def results(out: Path) -> list[dict[str, Any]]:
 
 def table(found: Sequence[dict[str, Any]]) -> list[str]:
     lines = [
-        "| family | name | seeds | steps | gold before | gold after | change (95 % interval over seeds) | verdict | s |",
+        "| family | name | seeds | steps | gold before | after | change (95 % over seeds) | verdict | s a run |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for entry in ENTRIES:
@@ -222,13 +273,13 @@ def table(found: Sequence[dict[str, Any]]) -> list[str]:
         if not good:
             lines.append(f"| {entry.family} | {entry.name} | 0 | | | | {rows[0]['error'][:80]} | **failed** | |")
             continue
-        mean, low, high = mean_interval([r["after"] - r["before"] for r in good])
+        change, low, high = mean_interval([r["after"] - r["before"] for r in good])
         before, after = (sum(r[side] for r in good) / len(good) for side in ("before", "after"))
-        verdict = "learns" if low > 0 else ("**not shown**" if mean > 0 else "**does not learn**")
+        verdict = "learns" if low > 0 else ("**not shown**" if change > 0 else "**does not learn**")
         seconds = sum(r["seconds"] for r in good) / len(good)
         lines.append(
             f"| {entry.family} | {entry.name} | {len(good)} | {good[0]['steps']} | {before:.2f} | {after:.2f} | "
-            f"{mean:+.2f} [{low:+.2f}, {high:+.2f}] | {verdict} | {seconds:.0f} |"
+            f"{change:+.2f} [{low:+.2f}, {high:+.2f}] | {verdict} | {seconds:.0f} |"
         )
     return lines
 
@@ -244,9 +295,10 @@ def main() -> int:
     asked = parser.parse_args()
     chosen = [e for e in ENTRIES if asked.only is None or e.name in asked.only]
     if asked.check:
-        blank = CorpusPaths(*(Path("x.jsonl") for _ in CorpusPaths.__dataclass_fields__))
+        corpus = CorpusPaths(*(Path("x.jsonl") for _ in CorpusPaths.__dataclass_fields__))
+        blank = Base(Path("runs"), corpus, Path("u"), Path("p"), Path("r"))
         for entry in chosen:
-            load_checked(entry.recipe, settings_of(entry, blank, Path("m"), Path("r"), Path("runs"), 0))
+            load_checked(entry.recipe, settings_of(entry, blank, 0))
         print(f"{len(chosen)} entries load")
         return 0
     asked.out.mkdir(parents=True, exist_ok=True)
