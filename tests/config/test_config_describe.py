@@ -38,6 +38,8 @@ def leaves(value: object) -> int:
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_a_stage_stays_within_its_number_of_keys(name: str) -> None:
     more = {"reward": {"rules": [{"function": "a:b"}]}} if issubclass(SCHEMAS[name], GeneratingConfig) else {}
+    if more:
+        more["evaluation"] = {"rules": [{"name": "exact", "function": "a:b"}]}
     more |= {"teacher": {"path": "t"}} if name == "distill" else {}
     config = SCHEMAS[name](model={"path": "m"}, data={"train": "t"}, cluster={"layout": {"actor": {}}}, **more)
     keys = list(walk(SCHEMAS[name]))
@@ -70,7 +72,7 @@ def test_a_key_is_described_as_its_schema_says() -> None:
     assert keys["ppo.clip_value"].kind_text == "number or null > 0"
     assert keys["model.path"].default_text == "required"
     assert keys["rollout.stop"].default_text == "[]"
-    assert keys["reward.rules"].type == "list of {function, weight}"
+    assert keys["reward.rules"].type == "list of {function, settings, seconds, concurrency, weight}"
     assert keys["reward.rules[].weight"].default == 1.0
 
 
@@ -85,7 +87,7 @@ def test_values_and_marks_stand_beside_the_defaults() -> None:
         lines["kl.coef"]
     ]
     assert "  ppo.gamma = 1.0  (default; " in keys_text(PPOConfig, config, sources)
-    assert '[{"function": "a:b", "weight": 1.0}]' in keys_text(PPOConfig, config, sources)
+    assert 'reward.rules = [{"function": "a:b", "settings": {}' in keys_text(PPOConfig, config, sources)
     out = io.StringIO()
     Console(file=out, width=160).print(keys_table(PPOConfig, config, sources))
     (row,) = (line for line in out.getvalue().splitlines() if "kl.coef" in line)

@@ -86,7 +86,8 @@ def concat(values: Sequence[Any]) -> Any:
     if isinstance(first, (list, tuple)):
         return type(first)(entry for value in values for entry in value)
     if isinstance(first, Prompts):
-        names = ("tokens", "ids", "truths", "messages", "environments")
+        names = ["tokens", "ids", "truths", "messages"]
+        names += [] if first.environments is None else ["environments"]
         joined: dict[str, Any] = {n: tuple(row for value in values for row in getattr(value, n)) for n in names}
         return replace(first, **joined)
     return type(first).concat(values)
