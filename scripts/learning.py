@@ -59,29 +59,37 @@ class Entry:
     overrides: tuple[str, ...] = ()
 
 
+SHORT = ("max_steps=12",)
+PAIR_STEPS, SFT_STEPS = "max_steps=30", "max_steps=60"
+ITERATED = (*SHORT, "rollout.prompts_per_step=16", "online_dpo.reference_every=4")
+
+
 def grpo(name: str, *overrides: str) -> Entry:
-    return Entry("advantage estimators", name, "demo_grpo", ("max_steps=15", *overrides))
+    return Entry("advantage estimators", name, "demo_grpo", (*SHORT, "rollout.prompts_per_step=8", *overrides))
 
 
 def policy(name: str, *overrides: str) -> Entry:
-    return Entry("policy losses", name, "demo_grpo", ("max_steps=15", f"policy_loss.kind={name}", *overrides))
+    settings = (*SHORT, "rollout.prompts_per_step=8", f"policy_loss.kind={name}", *overrides)
+    return Entry("policy losses", name, "demo_grpo", settings)
 
 
 def dpo(name: str, *overrides: str) -> Entry:
-    return Entry("preference losses", name, "demo_dpo", (f"dpo.loss={name}", *overrides))
+    return Entry("preference losses", name, "demo_dpo", (PAIR_STEPS, f"dpo.loss={name}", *overrides))
 
 
 def unpaired(name: str, *overrides: str) -> Entry:
-    return Entry("unpaired losses", name, "demo_kto", (f"kto.loss={name}", *overrides))
+    return Entry("unpaired losses", name, "demo_kto", (PAIR_STEPS, f"kto.loss={name}", *overrides))
 
 
 def distill(name: str, *overrides: str) -> Entry:
     """The teacher is the policy that PPO with a critic made of the same seed: that row comes first."""
-    return Entry("rejection sampling, distillation", name, "demo_distill", ("teacher.path={teacher}", *overrides))
+    return Entry(
+        "rejection sampling, distillation", name, "demo_distill", (*SHORT, "teacher.path={teacher}", *overrides)
+    )
 
 
 PAIRS = ("demo_dpo", "demo_kto")
-PPO = Entry("policy losses", "ppo with a critic", "demo_ppo", ("max_steps=15",))
+PPO = Entry("policy losses", "ppo with a critic", "demo_ppo", (*SHORT, "rollout.prompts_per_step=64"))
 
 ENTRIES: tuple[Entry, ...] = (
     PPO,
@@ -103,17 +111,17 @@ ENTRIES: tuple[Entry, ...] = (
     dpo("robust", "dpo.label_smoothing=0.1"),
     dpo("exo_pair", "dpo.label_smoothing=0.001"),
     *(unpaired(name) for name in ("kto", "apo_zero_unpaired", "bco")),
-    Entry("online preferences", "online_dpo", "demo_online_dpo"),
-    Entry("online preferences", "iterative_dpo", "demo_iterative_dpo"),
-    Entry("online preferences", "xpo", "demo_xpo"),
-    Entry("online preferences", "nash_md", "demo_nash_md"),
-    Entry("rejection sampling, distillation", "raft", "demo_raft"),
+    Entry("online preferences", "online_dpo", "demo_online_dpo", (*SHORT, "rollout.prompts_per_step=32")),
+    Entry("online preferences", "iterative_dpo", "demo_iterative_dpo", ITERATED),
+    Entry("online preferences", "xpo", "demo_xpo", (*SHORT, "rollout.prompts_per_step=32")),
+    Entry("online preferences", "nash_md", "demo_nash_md", (*SHORT, "rollout.prompts_per_step=32")),
+    Entry("rejection sampling, distillation", "raft", "demo_raft", (*SHORT, "rollout.prompts_per_step=8")),
     *(distill(name, f"distill.divergence={name}") for name in ("reverse_kl", "forward_kl", "jsd")),
     distill("reverse_kl, sampled", "distill.divergence=reverse_kl", "distill.form=sampled"),
-    Entry("variants of policy optimisation", "dapo", "demo_dapo"),
-    Entry("supervised", "nll", "demo_sft"),
-    Entry("supervised", "dft", "demo_sft", ("sft.loss=dft",)),
-    Entry("supervised", "nll with NEFTune", "demo_sft", ("sft.neftune_alpha=5",)),
+    Entry("variants of policy optimisation", "dapo", "demo_dapo", (*SHORT, "rollout.prompts_per_step=8")),
+    Entry("supervised", "nll", "demo_sft", (SFT_STEPS,)),
+    Entry("supervised", "dft", "demo_sft", (SFT_STEPS, "sft.loss=dft")),
+    Entry("supervised", "nll with NEFTune", "demo_sft", (SFT_STEPS, "sft.neftune_alpha=5")),
 )
 
 

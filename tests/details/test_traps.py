@@ -55,8 +55,8 @@ EOS = 2
 CHATS = (
     [("user", "hi"), ("assistant", "the sea"), ("user", "and the"), ("assistant", "you")],
     [("user", "why: the you"), ("assistant", " the ")],
-    [("user", "a"), ("assistant", "no"), ("user", "b"), ("assistant", "yes, the rain"), ("user", "c"), ("assistant", "x")],
-)  # fmt: skip
+    [("user", "a"), ("assistant", "no"), ("user", "b"), ("assistant", "the rain"), ("user", "c"), ("assistant", "x")],
+)
 
 
 def turns(chat: list[tuple[str, str]]) -> list[dict[str, str]]:
@@ -159,13 +159,14 @@ def pair_row(prompt: str, chosen: str, rejected: str) -> dict[str, str]:
 
 CUT_ROWS = [pair_row("q" * size, "y" * size, "n" * size) for size in (1, 3, 6, 20)]
 STEP_ROWS = [{"prompt": "q" * n, "completions": ["y" * n, "n" * n], "labels": [True, False]} for n in (1, 3, 6, 20)]
-PREPARED: dict[str, Callable[..., Prepared[Any]]] = {
-    "demonstrations": lambda cfg, template, context: prepare_demonstrations(cfg, template, "assistant", 0, context=context),
-    "pairs": lambda cfg, template, context: prepare_pairs(cfg, template, 0, context=context),
-    "unpaired": lambda cfg, template, context: prepare_unpaired(cfg, template, 0, context=context),
-    "labelled": lambda cfg, template, context: prepare_labelled(cfg, template, 0, context=context),
-    "steps": lambda cfg, template, context: prepare_steps(cfg, template, 0, "\n", context=context),
-}  # fmt: skip
+Prepare = Callable[[DataConfig, ChatTemplate, int], Prepared[Any]]
+PREPARED: dict[str, Prepare] = {
+    "demonstrations": lambda cfg, chat, context: prepare_demonstrations(cfg, chat, "assistant", 0, context=context),
+    "pairs": lambda cfg, chat, context: prepare_pairs(cfg, chat, 0, context=context),
+    "unpaired": lambda cfg, chat, context: prepare_unpaired(cfg, chat, 0, context=context),
+    "labelled": lambda cfg, chat, context: prepare_labelled(cfg, chat, 0, context=context),
+    "steps": lambda cfg, chat, context: prepare_steps(cfg, chat, 0, "\n", context=context),
+}
 
 
 def sides(batch: Any) -> list[Sequences]:
@@ -184,14 +185,13 @@ def test_a_cut_never_leaves_an_answer_without_trained_tokens(kind: str, tiny_tok
     answers = len(CUT_ROWS) * (2 if kind in ("unpaired", "labelled") else 1)
     dropped, cut = 0, 0
     for context in (2, 3, 4, 8, 50):
-        for limits in ({}, {"max_response_tokens": 1}, {"max_response_tokens": 4}, {"max_prompt_tokens": 1}):
+        for limits in ({}, {"max_response_tokens": 2}, {"max_response_tokens": 4}, {"max_prompt_tokens": 1}):
             cfg = DataConfig(train=path, eval_fraction=0.0, max_bad_fraction=1.0, too_long="truncate", **limits)
-            try:
-                found = PREPARED[kind](cfg, template, context)
-            except DataError as error:
-                assert kind == "steps", error
-                assert "empty_response" in str(error) or "without" in str(error), error
+            if kind == "steps" and context == 2:
+                with pytest.raises(DataError, match="no row"):
+                    PREPARED[kind](cfg, template, context)
                 continue
+            found = PREPARED[kind](cfg, template, context)
             lost = found.preflight.count("empty_response")
             assert lost + len(found.train) == answers, (context, limits)
             dropped, cut = dropped + lost, cut + found.preflight.count("without_eos")
@@ -248,7 +248,11 @@ def responses(**columns: Any) -> Rollout:
 
 
 BASE = {"model": {"path": "m"}, "data": {"train": "d"}, "reward": {"model": "r"}}
-WEIGHTS: dict[str, tuple[Any, Any]] = {"grpo": (GRPOConfig, policy), "ppo": (PPOConfig, policy), "raft": (RAFTConfig, own_samples)}  # fmt: skip
+WEIGHTS: dict[str, tuple[Any, Any]] = {
+    "grpo": (GRPOConfig, policy),
+    "ppo": (PPOConfig, policy),
+    "raft": (RAFTConfig, own_samples),
+}
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant_horizon"])
@@ -457,7 +461,7 @@ def started(cfg: Any) -> tuple[RoleSet, Any]:
 @pytest.fixture
 def changed_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy that a run loads is not what its folder holds: one matrix is another."""
-    loaded = []
+    loaded: list[Any] = []
 
     def load_then_change(cfg: ModelConfig, *args: Any, **kwargs: Any) -> Any:
         model = load_causal_lm(cfg, *args, **kwargs)
@@ -494,7 +498,8 @@ def test_grpo_as_a_run_builds_it_starts_at_ratio_one_and_kl_zero(
     lora_rank: int, tiny_llama_folder: Path, tmp_path: Path
 ) -> None:
     """At temperature 0.7, with the KL in the loss, the mini-batch cut otherwise than the inference passes."""
-    cfg = grpo_config(tiny_llama_folder, rows_file(tmp_path, [{"prompt": row["prompt"]} for row in START_PAIRS[:3]]), lora_rank)  # fmt: skip
+    path = rows_file(tmp_path, [{"prompt": row["prompt"]} for row in START_PAIRS[:3]])
+    cfg = grpo_config(tiny_llama_folder, path, lora_rank)
     roles, prompts = started(cfg)
     batch = grpo.collect(prompts, roles, cfg).gather()
     folder = plain_logprobs(plain(tiny_llama_folder), batch.sequences, 0.7)
