@@ -177,7 +177,7 @@ def test_dotted_keys_in_a_recipe_are_refused_with_the_nested_form(recipe: Write)
         ("", "recipes/mine.yaml is empty"),
         ("[1, 2]", "recipes/mine.yaml holds [1, 2]"),
         ("a: [1\nb: 2", "recipes/mine.yaml:2 is not YAML that can be read"),
-        ("name: x", "algorithm is required and recipes/mine.yaml does not set it; known: sft, reward_model, dpo, kto, ppo"),
+        ("name: x", "algorithm is required and recipes/mine.yaml does not set it; known: sft, reward_model, dpo, kto"),
         ("algorithm: pp", 'algorithm "pp" is not known (recipes/mine.yaml). Did you mean ppo?'),
         ("a: !!python/name:os.system ''", "is not YAML that can be read"),
     ],
