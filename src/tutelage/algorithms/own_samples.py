@@ -11,11 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from tutelage.algorithms.policy import counted_tokens
+from tutelage.algorithms.policy import counted_weights
 from tutelage.config.distill import DistillConfig, DistillSettings
 from tutelage.config.raft import RAFTConfig, RAFTSettings
 from tutelage.math.keyed import keyed_permutation, sample_key
-from tutelage.math.masking import aggregation_weights
 from tutelage.types import Ragged, Rollout
 
 Config = DistillConfig | RAFTConfig
@@ -61,7 +60,4 @@ def updates_of(batch: Any, cfg: Config, step: int) -> Iterator[Any]:
 
 def token_weights(batch: Rollout, cfg: Config) -> Ragged:
     """The aggregation weight of every response token of a mini-batch; 0 under the mask and in uncounted rows."""
-    lens = batch.sequences.response_lens
-    mask_BT = Ragged(counted_tokens(batch), lens).padded()
-    weight_BT = aggregation_weights(mask_BT, settings_of(cfg).aggregation, cfg.rollout.max_new_tokens)
-    return Ragged.from_padded(weight_BT, lens)
+    return counted_weights(batch, settings_of(cfg).aggregation, cfg.rollout.max_new_tokens)

@@ -278,9 +278,17 @@ def counted_tokens(batch: Rollout) -> Tensor:
 
 def token_weights(batch: Rollout, cfg: PolicyGradientConfig) -> Ragged:
     """The aggregation weight of every response token of a mini-batch; 0 under the mask and in uncounted rows."""
+    return counted_weights(batch, settings_of(cfg).aggregation, cfg.rollout.max_new_tokens)
+
+
+def counted_weights(batch: Rollout, aggregation: str, horizon: int) -> Ragged:
+    """(R,) `aggregation_weights` of the rows that the loss counts; the others weigh 0 and are in no denominator."""
     lens = batch.sequences.response_lens
     mask_BT = Ragged(counted_tokens(batch), lens).padded()
-    weight_BT = aggregation_weights(mask_BT, settings_of(cfg).aggregation, cfg.rollout.max_new_tokens)
+    weight_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
+    counted_B = torch.ones_like(lens, dtype=torch.bool) if batch.counted is None else batch.counted
+    rows_b = torch.nonzero(counted_B).squeeze(1).to(mask_BT.device)
+    weight_BT[rows_b] = aggregation_weights(mask_BT[rows_b], aggregation, horizon)
     return Ragged.from_padded(weight_BT, lens)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tutelage.errors import ConfigError, closest
+from tutelage.math.kl import relative_entropy
 from tutelage.math.masking import at_least_float32, masked_values, require_matrix, require_same_shape
 
 
@@ -31,20 +32,12 @@ def with_tail(logp_NC: Tensor) -> Tensor:
     return torch.cat([wide_NC, rest_N1.clamp(min=torch.finfo(wide_NC.dtype).eps).log()], dim=-1)
 
 
-def _relative_entropy(log_p_NK: Tensor, log_q_NK: Tensor) -> Tensor:
-    """(N,) sum_k p_k (log p_k - log q_k); outcomes with p = 0 contribute 0, to the gradient too."""
-    p_NK = log_p_NK.exp()
-    never_NK = p_NK == 0
-    log_ratio_NK = log_p_NK.masked_fill(never_NK, 0.0) - log_q_NK.masked_fill(never_NK, 0.0)
-    return (p_NK * log_ratio_NK).sum(dim=-1)
-
-
 def forward_kl(log_p_NK: Tensor, log_q_NK: Tensor, beta: float = 0.5) -> Tensor:
     """KL(q || p) = sum_k q_k (log q_k - log p_k), (N,): the student covers what the teacher does (mean seeking).
 
     Its gradient is that of the cross-entropy against the teacher (Hinton et al. 2015).  beta is not read.
     """
-    return _relative_entropy(log_q_NK, log_p_NK)
+    return relative_entropy(log_q_NK, log_p_NK)
 
 
 def reverse_kl(log_p_NK: Tensor, log_q_NK: Tensor, beta: float = 0.5) -> Tensor:
@@ -52,7 +45,7 @@ def reverse_kl(log_p_NK: Tensor, log_q_NK: Tensor, beta: float = 0.5) -> Tensor:
 
     (Gu et al. 2024, MiniLLM, arXiv:2306.08543, of one token.)  Infinite where q is 0 and p is not.  beta is not read.
     """
-    return _relative_entropy(log_p_NK, log_q_NK)
+    return relative_entropy(log_p_NK, log_q_NK)
 
 
 def generalised_jsd(log_p_NK: Tensor, log_q_NK: Tensor, beta: float = 0.5) -> Tensor:
@@ -70,8 +63,8 @@ def generalised_jsd(log_p_NK: Tensor, log_q_NK: Tensor, beta: float = 0.5) -> Te
     mix = torch.tensor([beta, 1.0 - beta], dtype=torch.float64).log().to(log_p_NK)
     never_NK = (log_p_NK == -torch.inf) & (log_q_NK == -torch.inf)
     shifted_NK = log_p_NK.masked_fill(never_NK, 0.0) + mix[1]
-    log_m_NK = torch.logaddexp(log_q_NK + mix[0], shifted_NK)
-    return beta * _relative_entropy(log_q_NK, log_m_NK) + (1.0 - beta) * _relative_entropy(log_p_NK, log_m_NK)
+    log_m_NK = torch.logaddexp(log_q_NK + mix[0], shifted_NK).masked_fill(never_NK, -torch.inf)
+    return beta * relative_entropy(log_q_NK, log_m_NK) + (1.0 - beta) * relative_entropy(log_p_NK, log_m_NK)
 
 
 DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {

@@ -124,16 +124,34 @@ def kl_loss(kind: str, logp: Tensor, ref_logp: Tensor, clamp: float = 20.0, old_
 def exact_kl(logits_NV: Tensor, ref_logits_NV: Tensor, temperature: float = 1.0) -> Tensor:
     """kl_N = sum_v p_v (log p_v - log q_v), p and q the softmax of logits and ref_logits over temperature; nats.
 
-    (..., V) each; never negative but for rounding; infinite where q is 0 and p is not; tokens with p = 0 contribute 0.
-    Raises ShapeError when shapes differ, ConfigError for a temperature that is not above 0.
+    (..., V) each; never negative (`relative_entropy`); infinite where q is 0 and p is not; tokens with p = 0 contribute
+    0.  Raises ShapeError when shapes differ, ConfigError for a temperature that is not above 0.
     """
     require_same_shape(logits=logits_NV, ref_logits=ref_logits_NV)
     logp_NV = scaled_log_softmax(logits_NV, temperature)
     ref_logp_NV = scaled_log_softmax(ref_logits_NV, temperature)
-    p_NV = logp_NV.exp()
-    empty_NV = p_NV == 0
-    log_ratio_NV = logp_NV.masked_fill(empty_NV, 0.0) - ref_logp_NV.masked_fill(empty_NV, 0.0)
-    return (p_NV * log_ratio_NV).sum(dim=-1)
+    return relative_entropy(logp_NV, ref_logp_NV)
+
+
+def relative_entropy(log_p_NK: Tensor, log_q_NK: Tensor) -> Tensor:
+    """sum_k p_k (log p_k - log q_k) of two distributions over K outcomes, (...); nats.
+
+    Outcomes with p = 0 contribute 0, to the gradient too; infinite where q is 0 and p is not.
+
+    The value is sum_k (p_k d_k - p_k + q_k), d = log p - log q: the same for distributions, and no term is below 0.
+    Where p and q are near, rounding of the plain sum is larger than the sum, and of either sign.  The gradient is that
+    of the plain sum.
+    """
+    p_NK = log_p_NK.exp()
+    never_NK = p_NK == 0
+    d_NK = log_p_NK.masked_fill(never_NK, 0.0) - log_q_NK.masked_fill(never_NK, 0.0)
+    plain_N = (p_NK * d_NK).sum(dim=-1)
+    with torch.no_grad():
+        near_NK = p_NK * (torch.expm1(-d_NK.clamp(-1.0, 1.0)) + d_NK)
+        far_NK = (p_NK * (d_NK - 1.0) + log_q_NK.exp()).clamp(min=0.0)
+        value_N = torch.where((d_NK.abs() <= 1.0) & ~never_NK, near_NK, far_NK).sum(dim=-1)
+        rounding_N = torch.where(plain_N.isfinite(), value_N - plain_N, 0.0)
+    return plain_N + rounding_N
 
 
 def kl_shaped_reward(
