@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Protocol
 
 from tutelage.config import PolicyGradientConfig, PPOConfig
 
@@ -19,6 +20,16 @@ class Alarm:
     kind: str
     message: str
     stop: bool = False
+
+
+class Watching(Protocol):
+    """What watches the metrics of a run; its state is part of the checkpoint."""
+
+    def state(self) -> dict[str, object]: ...
+    def load_state(self, saved: Mapping[str, object]) -> None: ...
+    def check(self, metrics: Mapping[str, float]) -> list[Alarm]:
+        """Alarms that begin to ring at this step's metrics."""
+        ...
 
 
 @dataclass

@@ -10,6 +10,7 @@ Nothing is pickled.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -75,10 +76,15 @@ class Checkpoints:
             raise self._write_failed(target, OSError(f"it needs {size_text(needed)}"))
 
     def save_best(self, step: int, role: Any, quality: float, measured_by: str) -> bool:
-        """Keep this model when its held-out quality is above the best so far's.  True when it was kept."""
+        """Keep this model when its held-out quality is above the best so far's, or there is none yet.  True when kept.
+
+        A quality that is not a number is above none.
+        """
         target, partial = self.folder / "best", self.folder / ".best.partial"
-        if (target / "quality.json").exists() and read_json(target / "quality.json")["quality"] >= quality:
-            return False
+        if (target / "quality.json").exists():
+            best = float(read_json(target / "quality.json")["quality"])  # a NaN is written as text
+            if math.isnan(quality) or best >= quality:
+                return False
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)

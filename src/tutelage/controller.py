@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tutelage.alarms import Alarms
+from tutelage.alarms import Watching
 from tutelage.checkpoints import Checkpoints, load_plain, save_plain
 from tutelage.engines.state import flatten
 from tutelage.errors import CheckpointError, ClusterError, PreemptedError, TutelageError
@@ -86,7 +86,7 @@ class Controller:
     evaluate_every: int
     checkpoints: Checkpoints
     checkpoint_every: int
-    alarms: Alarms | None
+    alarms: Watching | None
     log: MetricsLog
     display: Display
     trackers: Sequence[Tracker]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,6 +33,29 @@ def load_named(spec: str, what: str, folder: Path | None = None, error: type[Tut
             fix="correct the name after the colon",
         )
     return found
+
+
+def load_function(spec: str, what: str) -> Callable[..., Any]:
+    """A function that a recipe names; what it raises when it is called arrives as a ConfigError that names it.
+
+    Raises ConfigError as `load_named`, and for an object that cannot be called.
+    """
+    function = load_named(spec, what)
+    if not callable(function):
+        raise ConfigError(f"{what} {spec!r} is a {type(function).__name__}", fix="name a function")
+
+    @functools.wraps(function)
+    def guarded(*arguments: Any, **settings: Any) -> Any:
+        try:
+            return function(*arguments, **settings)
+        except TutelageError:
+            raise
+        except Exception as problem:
+            raise ConfigError(
+                f"{what} {spec} failed: {type(problem).__name__}: {problem}", fix="correct it; --debug shows where"
+            ) from problem
+
+    return guarded
 
 
 def load_module(spec: str, what: str, folder: Path | None = None, error: type[TutelageError] = ConfigError) -> Any:

@@ -251,7 +251,8 @@ def batch_of(name: str) -> Any:
     margin = torch.tensor([1.0, 2.0, 0.5, 0.0, 3.0, 1.0])
     pairs = Pairs(own, other, margin, tuple("abcdef"), column(own.response_lens), column(other.response_lens))
     by_reference = torch.tensor([True, False, False, False, True, True])
-    return JudgedPairs(pairs, by_reference, torch.zeros(6, 2, dtype=torch.int64))
+    scored = torch.ones(6, dtype=torch.bool)
+    return JudgedPairs(pairs, by_reference, torch.zeros(6, 2, dtype=torch.int64), scored)
 
 
 def loss_of(name: str) -> Any:

@@ -39,7 +39,7 @@ from tutelage.math.group_advantages import (
 )
 from tutelage.math.kl import KL_ESTIMATORS, kl_shaped_reward
 from tutelage.math.length_penalty import soft_overlong_penalty
-from tutelage.named import load_named
+from tutelage.named import load_function
 from tutelage.types import Ragged, Rollout, Stat, Stats
 
 ROLES: tuple[str, ...] = ("actor", "reference", "reward")
@@ -66,12 +66,7 @@ def estimator_of(cfg: GRPOConfig) -> Estimator:
             f"{name!r} is not an advantage estimator.{closest(name, ESTIMATORS)}",
             fix=f"choose one of {', '.join(ESTIMATORS)}, or module:function of your own",
         )
-    found = load_named(name, "advantage estimator")
-    if not callable(found):
-        raise ConfigError(
-            f"advantage estimator {name!r} is a {type(found).__name__}", fix="name a function of EstimatorInputs"
-        )
-    return found
+    return load_function(name, "advantage estimator")
 
 
 def roles_needed(cfg: GRPOConfig) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from tutelage.math.preference import (
 )
 from tutelage.math.preference.losses import require_separable, users_terms
 from tutelage.math.reward_loss import pair_accuracy
-from tutelage.named import load_named
+from tutelage.named import load_function
 from tutelage.types import Outputs, Pairs, Ragged, Rollout, Sequences, Stat, Stats
 
 PreferenceConfig = OnlineDPOConfig | XPOConfig | NashMDConfig
@@ -50,11 +50,13 @@ class JudgedPairs:
     pairs            chosen has the higher score, margin (P,) is the difference; 0: no preference.
     by_reference     (P,) bool: the chosen response is the reference's.
     weights_versions (P, 2) of the policy when chosen and rejected were sampled.
+    scored           (P,) bool: both responses have a score.
     """
 
     pairs: Pairs
     by_reference: Tensor
     weights_versions: Tensor
+    scored: Tensor
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -83,6 +85,7 @@ class JudgedPairs:
             pairs=self.pairs.select(index_P),
             by_reference=self.by_reference[index_P],
             weights_versions=self.weights_versions[index_P],
+            scored=self.scored[index_P],
         )
 
     def minibatches(self, cfg: OnlineDPOConfig | XPOConfig, step: int) -> Iterator[JudgedPairs]:
@@ -100,7 +103,12 @@ class JudgedPairs:
 
 
 def judged_pairs(
-    batch: Rollout, chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor, by_reference_P: Tensor
+    batch: Rollout,
+    chosen_P: Tensor,
+    rejected_P: Tensor,
+    margin_P: Tensor,
+    by_reference_P: Tensor,
+    scored_P: Tensor,
 ) -> JudgedPairs:
     """Rows chosen and rejected of a rollout, with the reference's logprobs, as pairs."""
     ref = batch.column("ref_logp")
@@ -113,7 +121,7 @@ def judged_pairs(
         ref_rejected_logp=ref.select(rejected_P),
     )
     versions = torch.stack([batch.weights_version[chosen_P], batch.weights_version[rejected_P]], dim=1)
-    return JudgedPairs(pairs, by_reference_P, versions)
+    return JudgedPairs(pairs, by_reference_P, versions, scored_P)
 
 
 # ---- losses ----
@@ -133,7 +141,7 @@ def loss_named(name: str, settings: PreferenceSettings) -> PreferenceLossFunctio
     """
     if ":" not in name:
         return PREFERENCE_LOSSES[name]
-    function = load_named(name, "preference loss")
+    function = load_function(name, "preference loss")
     require_separable(function, settings, name)
     return partial(users_terms, function)
 

@@ -24,7 +24,7 @@ from tutelage.errors import ConfigError
 from tutelage.math.keyed import keyed_permutation, sample_key
 from tutelage.math.masking import aggregation_weights
 from tutelage.math.online_preference import Preference, nash_md_loss, preference_of
-from tutelage.named import load_named
+from tutelage.named import load_function
 from tutelage.types import Outputs, Ragged, Rollout, Stat, Stats
 
 ROLES: tuple[str, ...] = ("actor", "reference", "reward")
@@ -86,7 +86,7 @@ def minibatches(batch: Rollout, cfg: NashMDConfig, step: int) -> Iterator[Rollou
 @lru_cache(maxsize=32)
 def preference_named(kind: str) -> Preference:
     """A preference model by its name, or a function of the user's own."""
-    found: Preference = load_named(kind, "preference model") if ":" in kind else preference_of(kind)
+    found: Preference = load_function(kind, "preference model") if ":" in kind else preference_of(kind)
     return found
 
 

@@ -59,7 +59,7 @@ def advantages(batch: Rollout, state: StepState, cfg: OnlineDPOConfig) -> tuple[
     score_B = scores_of(batch, cfg.online_dpo.missing_eos_penalty)
     found = best_and_worst(score_B, batch.group, scored_rows(batch))
     none_P = torch.zeros_like(found.unscored)
-    pairs = judged_pairs(batch, found.best, found.worst, found.margin, none_P)
+    pairs = judged_pairs(batch, found.best, found.worst, found.margin, none_P, ~found.unscored)
     stats = {**judged_stats(batch), **margin_stats(found.margin, found.unscored)}
     return pairs, StepState(state.step + 1), stats
 

@@ -25,7 +25,7 @@ from tutelage.math.kl_control import AdaptiveKL, FixedKL, KLController, kl_contr
 from tutelage.math.masking import aggregation_weights, masked_values, weighted_sum
 from tutelage.math.policy_loss import PolicyTerms, policy_terms
 from tutelage.math.policy_losses import COUPLED_POLICY_LOSSES, POLICY_LOSSES, PolicyLossFunction
-from tutelage.named import load_named
+from tutelage.named import load_function
 from tutelage.types import Outputs, Ragged, Rollout, Stat, Stats
 
 
@@ -243,13 +243,7 @@ def policy_loss_function(kind: str) -> PolicyLossFunction:
     """
     known = POLICY_LOSSES | COUPLED_POLICY_LOSSES
     if ":" in kind:
-        found = load_named(kind, "policy loss")
-        if not callable(found):
-            raise ConfigError(
-                f"policy loss {kind!r} is a {type(found).__name__}",
-                fix="name a function of (logp_BT, old_logp_BT, advantage_BT, mask_BT)",
-            )
-        return found
+        return load_function(kind, "policy loss")
     if kind not in known:
         raise ConfigError(
             f"{kind!r} is not a policy loss.{closest(kind, known)}",

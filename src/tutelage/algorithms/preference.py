@@ -26,7 +26,7 @@ from tutelage.math.preference.losses import PREFERENCE_LOSSES, combined, require
 from tutelage.math.preference.sides import ratio_rewards
 from tutelage.math.preference.weighing import pair_weights, public_weights
 from tutelage.math.reward_loss import pair_accuracy
-from tutelage.named import load_named
+from tutelage.named import load_function
 from tutelage.types import Outputs, Pairs, Ragged, Stat, Stats
 
 LIMITED = ("forward_kl", "alpha_divergence")
@@ -37,7 +37,7 @@ def loss_function(name: str) -> PreferenceLossFunction:
     """A loss by its name, or the user's own as module:function.  Raises ConfigError."""
     if name in PREFERENCE_LOSSES:
         return PREFERENCE_LOSSES[name]
-    return functools.partial(users_terms, load_named(name, "preference loss"))
+    return functools.partial(users_terms, load_function(name, "preference loss"))
 
 
 def settings_of(dpo: DPOSettings) -> PreferenceSettings:
@@ -57,7 +57,7 @@ def require_losses(dpo: DPOSettings) -> None:
     """Raises ConfigError for a loss of the user's own that cannot be loaded, or is no function of one pair."""
     for name in losses_of(dpo):
         if name not in LOSS_READS:
-            require_separable(load_named(name, "preference loss"), settings_of(dpo), name)
+            require_separable(load_function(name, "preference loss"), settings_of(dpo), name)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def advantages(batch: Rollout, state: StepState, cfg: XPOConfig) -> tuple[Judged
     own_P = torch.arange(0, len(batch), 2)
     by_reference_P = gap_P < 0
     chosen_P, rejected_P = own_P + by_reference_P.long(), own_P + (~by_reference_P).long()
-    pairs = judged_pairs(batch, chosen_P, rejected_P, gap_P.abs(), by_reference_P)
+    pairs = judged_pairs(batch, chosen_P, rejected_P, gap_P.abs(), by_reference_P, ~unscored_P)
     stats = {
         **judged_stats(batch.select(own_P)),
         **margin_stats(gap_P.abs(), unscored_P),
@@ -80,7 +80,7 @@ def learn(batch: JudgedPairs, roles: Any, cfg: XPOConfig, state: StepState) -> l
 
 @dataclass(frozen=True)
 class XPOLoss:
-    """Mean over all pairs of the pairwise loss (0 for a tie) and the optimism term; an item is a pair."""
+    """Mean over all scored pairs of the pairwise loss (0 for a tie) and the optimism term; an item is a pair."""
 
     name: str
     settings: PreferenceSettings
@@ -95,8 +95,9 @@ class XPOLoss:
         return frozenset({"logp"})
 
     def weights(self, batch: JudgedPairs) -> Ragged:
-        """1 / pairs of the mini-batch: both sums of the paper run over all pairs."""
-        return Ragged(torch.full((len(batch),), 1.0 / len(batch)), torch.ones(len(batch), dtype=torch.int64))
+        """1 / scored pairs of the mini-batch; 0 without scores.  Both sums of the paper run over all pairs."""
+        scored_P = batch.scored.float()
+        return Ragged(scored_P / scored_P.sum().clamp(min=1), torch.ones(len(batch), dtype=torch.int64))
 
     def items(self, out: Outputs, batch: JudgedPairs) -> tuple[Tensor, Stats]:
         x = preference_inputs(out, batch)
@@ -106,5 +107,5 @@ class XPOLoss:
         return xpo_loss(terms.loss, explored_P, counted_P, self.alpha), {
             **pair_stats(x, terms, counted_P),
             "preference_loss": Stat.of(terms.loss, counted_P),
-            "reference_logp": Stat.of(explored_P),
+            "reference_logp": Stat.of(explored_P, batch.scored),
         }

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from tutelage.algorithms import algorithm_of
 from tutelage.algorithms.grpo import estimator_of
+from tutelage.algorithms.judged import loss_named, loss_settings
+from tutelage.algorithms.nash_md import preference_named
 from tutelage.algorithms.policy import policy_loss_function
 from tutelage.build.data import stage_data, training_source
 from tutelage.build.functions import held_out_rules, load_gold, rule_sources, with_rule_paths
@@ -16,9 +18,12 @@ from tutelage.config import (
     DistillConfig,
     GeneratingConfig,
     GRPOConfig,
+    NashMDConfig,
+    OnlineDPOConfig,
     PolicyGradientConfig,
     PPOConfig,
     RewardModelConfig,
+    XPOConfig,
 )
 from tutelage.config.grpo import refill_warnings
 from tutelage.config.loading import Loaded
@@ -67,6 +72,10 @@ def require_named(cfg: AnyConfig) -> dict[str, str]:
         policy_loss_function(cfg.policy_loss.kind)
     if isinstance(cfg, GRPOConfig):
         estimator_of(cfg)
+    if isinstance(cfg, OnlineDPOConfig | XPOConfig):
+        loss_named(getattr(cfg, cfg.algorithm).loss, loss_settings(cfg))
+    if isinstance(cfg, NashMDConfig):
+        preference_named(cfg.nash_md.preference)
     for path in models.values():
         require_model(path)
     return models

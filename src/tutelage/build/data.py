@@ -171,12 +171,15 @@ def balance_notes(cfg: KTOConfig, desirable_B: Tensor) -> tuple[str, ...]:
             f"ones x {cfg.kto.undesirable_weight:g}",
             fix="raise kto.desirable_weight or kto.undesirable_weight",
         )
+    if not (good and bad):
+        kind = "undesirable" if good else "desirable"
+        return (f"there are no {kind} answers: {good + bad} of one kind teach the policy in one direction only",)
     ratio = weighted[0] / weighted[1] if weighted[1] else float("inf")
     low, high = KTO_BALANCE
     if low <= ratio <= high:
         return ()
     advice = ""
-    if good and bad and cfg.kto.undesirable_weight:
+    if cfg.kto.undesirable_weight:
         fitting = cfg.kto.undesirable_weight * bad / good
         advice = f"; kto.desirable_weight from {low * fitting:.3g} to {high * fitting:.3g} would put it there"
     return (

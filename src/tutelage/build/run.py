@@ -57,6 +57,7 @@ def run_recipe(loaded: Loaded, display: str = "auto") -> RunResult:
     cfg = with_full_paths(with_rule_paths(loaded.config, loaded.recipe_path))
     require_extras(cfg)
     require_named(cfg)
+    algorithm_of(cfg)
     data = stage_data(cfg)
     if isinstance(cfg, RewardModelConfig) and cfg.reward_model.folds > 1:
         folder = start_folder(cfg, data)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tutelage.alarms import Alarms
+from tutelage.alarms import Alarms, Watching
 from tutelage.algorithms import kto
 from tutelage.algorithms.distill import roles_needed as distill_roles
 from tutelage.algorithms.dpo import roles_needed as dpo_roles
@@ -58,7 +58,7 @@ class StageSpec:
     evaluator: EvaluatorOf
     used: Callable[[Any], tuple[str, ...]] | None = None
     updates: Callable[[Any], int] = lambda cfg: 1
-    alarms: Callable[[Any], Alarms | None] = lambda cfg: None
+    alarms: Callable[[Any], Watching | None] = lambda cfg: None
     finish: Callable[[Any], Mapping[str, Any]] = no_last_word
     centring: Callable[[Any, StageData], Sequences | None] = lambda cfg, data: None
     of_run: Callable[[Any, StageData], Mapping[str, Any]] = lambda cfg, data: {}

@@ -89,7 +89,7 @@ class DistillConfig(GeneratingConfig):
     @property
     def rewarded(self) -> bool:
         """Whether there is a reward to report; nothing is learned from it."""
-        return self.reward.model is not None or bool(self.reward.rules)
+        return self.reward.model is not None or bool(self.reward.ensemble or self.reward.rules)
 
 
 def distill_problems(config: object, where: Mapping[str, object]) -> list[str]:

@@ -106,7 +106,9 @@ class NashMDSettings(Schema):
         "for a tie), or module:function of yours, called with both (P,).",
     )
     kl: Literal["sequence", "token"] = setting(
-        "sequence", "Credit of a token for KL: that of its whole response (the paper's), or its own alone (as in TRL)."
+        "sequence",
+        "Credit of a token for KL: that of its whole response (the paper's), or its own alone (as in TRL).",
+        only_if=OnlyIf("nash_md.beta is above 0", lambda c: c.nash_md.beta > 0),
     )
     missing_eos_penalty: float = setting(0.0, "Subtracted from the score of a truncated response.", ge=0)
 

@@ -123,6 +123,8 @@ def _summary_value(value: Any) -> str:
     """A mean with its interval on one line; other values as `compact` has them."""
     if _is_interval(value):
         return f"{compact(value['mean'])} [{compact(value['low'])}, {compact(value['high'])}]"
+    if isinstance(value, Mapping) and value.keys() == {"mean"}:
+        return compact(value["mean"])
     return compact(value)
 
 

@@ -86,7 +86,9 @@ def filled(draw: Draw, transport: Transport, algorithm: Refilling, roles: Any, c
     notes: tuple[str, ...] = ()
     if informative < wanted:
         why = f"{limit} refills were used" if len(parts) > limit else "the data has no prompts left"
-        notes = (f"{informative} of {wanted} groups of this step have scores that differ: {why}",)
+        failed = merge_stats([part.stats for part in parts]).get("reward/errors")
+        told = f"; {failed.total:g} responses have no score" if failed is not None else ""
+        notes = (f"{informative} of {wanted} groups of this step have scores that differ: {why}{told}",)
     return Filled(transport.put(kept), {**merge_stats([part.stats for part in parts]), **counts}, notes)
 
 
