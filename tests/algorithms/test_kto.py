@@ -283,7 +283,7 @@ def test_out_of_balance_data_is_told_with_numbers() -> None:
     assert "3 desirable answers x 1 over 1 undesirable ones x 1 is 3, outside of 1 to 1.33" in note
     assert "kto.desirable_weight from 0.333 to 0.444" in note
     assert balance_notes(config(desirable_weight=0.4), good_and_bad) == ()
-    assert "is inf" in balance_notes(config(), torch.ones(2, dtype=torch.bool))[0]
+    assert "there are no undesirable answers" in balance_notes(config(), torch.ones(2, dtype=torch.bool))[0]
     assert "nothing to classify" in balance_notes(config(loss="bco"), torch.ones(2, dtype=torch.bool))[0]
     with pytest.raises(ConfigError, match="every loss has the weight 0"):
         balance_notes(config(desirable_weight=0.0), torch.ones(2, dtype=torch.bool))
