@@ -48,4 +48,4 @@ def test_remax_on_several_ranks_compares_with_the_same_greedy_scores_as_one_proc
     state = grpo.initial_state(cfg)
     ours, theirs = (grpo.advantages(batch, state, cfg)[0].advantage for batch in (wanted, found))
     assert ours.flat.tolist() == theirs.flat.tolist()
-    assert len(set(ours.flat.tolist())) > 2
+    assert len(set(ours.flat.tolist())) > 2 or n == 1  # the first sample of the kit is its greedy response
