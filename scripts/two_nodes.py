@@ -72,7 +72,7 @@ cluster:
     default: {{shard: 2}}
   start_timeout: 120
   collective_timeout: 180
-  call_timeout: 180
+  call_timeout: 600
   runtime_env: {{env_vars: {{GLOO_SOCKET_IFNAME: lo}}}}
 """
 
