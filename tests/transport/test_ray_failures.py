@@ -10,10 +10,11 @@ import time
 import pytest
 import ray_kit
 
-pytest.importorskip("ray")
+ray = pytest.importorskip("ray")
 
 from tutelage.errors import ClusterError, ConfigError, MissingExtraError, RolloutError
 from tutelage.transport.ray import ray_transport
+from tutelage.transport.ray.connect import endpoints, require_same
 from tutelage.transport.roleset import RoleSet
 
 
@@ -175,6 +176,25 @@ def test_an_address_where_nothing_listens(disconnected):
         address = f"127.0.0.1:{held.getsockname()[1]}"
         with pytest.raises(ClusterError, match=f"nothing answers at cluster.address {address}"):
             ray_transport(ray_kit.cluster(address=address, start_timeout=2)).start(ray_kit.toys, ("toy",))
+
+
+def test_another_cluster_than_the_one_connected_to_is_refused_and_not_used_silently():
+    ray_kit.shared_ray()
+    here = ray.get_runtime_context().gcs_address
+    require_same(here)
+    require_same("auto")
+    require_same(None)
+    other = f"127.0.0.1:{int(here.rpartition(':')[2]) + 1}"
+    with pytest.raises(ClusterError, match=f"cluster.address is {other}, and this process is connected to .*{here}"):
+        ray_transport(ray_kit.cluster(address=other)).start(ray_kit.toys, ("toy",))
+    with pytest.raises(ClusterError, match="cluster.address is 'head-node'"):
+        ray_transport(ray_kit.cluster(address="head-node")).start(ray_kit.toys, ("toy",))
+
+
+def test_a_name_and_its_number_are_the_same_address():
+    assert endpoints("localhost", 6379) & endpoints("127.0.0.1", 6379)
+    assert endpoints("localhost", 6379).isdisjoint(endpoints("localhost", 6380))
+    assert endpoints("no such host", 6379) == {("no such host", 6379)}
 
 
 @pytest.mark.slow

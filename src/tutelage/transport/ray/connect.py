@@ -35,11 +35,13 @@ class Connection:
 def connect(cluster: ClusterConfig) -> Connection:
     """Connect within `start_timeout`; a connection that this process has already is used as it is.
 
-    Raises ClusterError, with the address, for a cluster that does not answer or has another version of Ray or Python.
+    Raises ClusterError, with the address, for a cluster that does not answer, that has another version of Ray or
+    Python, or that is not the one to which this process is connected already.
     """
-    if ray.is_initialized():
-        return Connection(own=False, local=False)
     address = cluster.address
+    if ray.is_initialized():
+        require_same(address)
+        return Connection(own=False, local=False)
     if address is not None and address != "auto":
         require_listener(address, cluster.start_timeout)
         require_ray(address, cluster.start_timeout)
@@ -55,15 +57,47 @@ def connect(cluster: ClusterConfig) -> Connection:
     return Connection(own=True, local=address is None)
 
 
-def require_listener(address: str, seconds: float) -> None:
-    """Raises ClusterError where nothing accepts a connection."""
+def require_same(address: str | None) -> None:
+    """Raises ClusterError where `address` names another cluster than the one this process is connected to.
+
+    ray:// names the port of Ray's client server, which cannot be compared with the address of the head.
+    """
+    if address is None or address == "auto":
+        return
+    asked = host_and_port(address)
+    if address.startswith("ray://"):
+        return
+    here = str(ray.get_runtime_context().gcs_address)
+    if endpoints(*asked).isdisjoint(endpoints(*host_and_port(here))):
+        raise ClusterError(
+            f"cluster.address is {address}, and this process is connected to the Ray at {here}",
+            fix="call ray.shutdown() before the run, or leave cluster.address out to use that one",
+        )
+
+
+def endpoints(host: str, port: int) -> set[tuple[str, int]]:
+    """Every (IP address, port) that the name stands for; the name itself where it cannot be resolved."""
+    try:
+        return {(str(found[4][0]), port) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    except OSError:
+        return {(host, port)}
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Raises ClusterError for anything but HOST:PORT and ray://HOST:PORT."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         raise ClusterError(
             f"cluster.address is {address!r}", fix="give auto, HOST:PORT or ray://HOST:PORT, such as 10.0.0.1:6379"
         )
+    return host.strip("[]"), int(port)
+
+
+def require_listener(address: str, seconds: float) -> None:
+    """Raises ClusterError where nothing accepts a connection."""
+    host, port = host_and_port(address)
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
+        socket.create_connection((host, port), timeout=seconds).close()
     except (OSError, OverflowError) as error:
         raise ClusterError(
             f"nothing answers at cluster.address {address}: {error}",
