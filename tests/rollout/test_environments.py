@@ -279,7 +279,9 @@ def test_a_reset_that_fails_has_its_first_turn_and_no_second(template: ChatTempl
 
 
 def test_nothing_but_failures_is_an_error_that_names_the_first(template: ChatTemplate) -> None:
-    with pytest.raises(RolloutError, match=r"all 1 episodes failed.*'world', prompt 'p0', sample 0.*ValueError: bad"):
+    with pytest.raises(
+        RolloutError, match=r"all 1 episodes failed.*'world', prompt 'p0', sample 0: turn 1: ValueError: bad"
+    ):
         one(template, ["a"], [ValueError("bad")])
 
 

@@ -1,4 +1,4 @@
-"""The in-process engine against plain transformers, and against itself in other batches and waves."""
+"""The in-process engine against plain transformers, and against itself in other batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from rollout_kit import PROMPTS, make_engine, make_model, make_prompts, plain_tw
 from tutelage.errors import RolloutError
 from tutelage.math.keyed import keyed_uniform, sample_key
 from tutelage.protocols import RolloutEngine
-from tutelage.rollout.inprocess.wave import plan_waves
 from tutelage.rollout.sampling import SamplingParams
 
 KINDS = ["llama", "gpt2"]
@@ -56,13 +55,13 @@ def test_logprobs_equal_a_full_forward_of_plain_transformers(kind, byte_tokenize
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sample_does_not_depend_on_its_batch_or_wave(kind, byte_tokenizer):
+def test_a_sample_does_not_depend_on_its_batch_or_bound(kind, byte_tokenizer):
     model = make_model(kind)
     prompts = make_prompts(PROMPTS, n=3, step=5)
     whole = make_engine(model, byte_tokenizer).generate(prompts)
-    small_waves = make_engine(model, byte_tokenizer, tokens_in_flight=64, prefill_tokens=4).generate(prompts)
-    assert rows_of(small_waves) == rows_of(whole)
-    torch.testing.assert_close(small_waves.rollout_logp.flat, whole.rollout_logp.flat, atol=1e-5, rtol=0)
+    small = make_engine(model, byte_tokenizer, tokens_in_flight=64, prefill_tokens=4).generate(prompts)
+    assert rows_of(small) == rows_of(whole)
+    torch.testing.assert_close(small.rollout_logp.flat, whole.rollout_logp.flat, atol=1e-5, rtol=0)
 
     reordered = make_engine(model, byte_tokenizer).generate(prompts.select([3, 1, 0, 2]))
     assert sorted(rows_of(reordered)) == sorted(rows_of(whole))
@@ -331,14 +330,3 @@ def test_another_attention_is_refused(byte_tokenizer):
 
 def test_no_prompts_give_an_empty_rollout(byte_tokenizer):
     assert len(make_engine(make_model("llama"), byte_tokenizer).generate(make_prompts([]))) == 0
-
-
-def test_waves_hold_every_row_once_within_the_budget():
-    lens = [5, 1, 9, 3, 3]
-    waves = list(plan_waves(lens, n=3, max_new_tokens=4, tokens_in_flight=26))
-    assert sorted(row for wave in waves for row in wave) == list(range(15))
-    for wave in waves:
-        assert len(wave) * (max(lens[row // 3] for row in wave) + 4) <= 26
-    # Lengths 1, 3, 3: three slots of 5 (a fourth, of 7, makes 28), then twice three of 7; 5: two of 9 and one,
-    # beside which one of 13 fits exactly; then two of 13.
-    assert [len(wave) for wave in waves] == [3, 3, 3, 2, 2, 2]

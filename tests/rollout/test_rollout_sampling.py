@@ -136,7 +136,7 @@ def test_greedy_takes_the_argmax_and_reports_the_softmax_logprob():
 
 def test_chunks_of_rows_change_nothing(monkeypatch):
     whole = draw(LOGITS, 37, temperature=0.7)
-    monkeypatch.setattr(sampling, "_CHUNK_ELEMENTS", 20)
+    monkeypatch.setattr(sampling, "_CHUNK_ELEMENTS", {"cpu": 20})
     parts = draw(LOGITS, 37, temperature=0.7)
     assert torch.equal(whole[0], parts[0])
     assert torch.equal(whole[1], parts[1])
@@ -186,3 +186,48 @@ def test_truncation_is_for_other_purposes_than_training(cut):
 
 def test_a_truncation_that_cuts_nothing_is_none():
     require_trainable(SamplingParams(top_p=1.0, min_p=0.0), "rollout")
+
+
+def by_the_whole_cumulative_sum(logits_BV, key_B, counter_B, params):
+    """The same rule in one level: a float64 cumulative sum over the vocabulary."""
+    cdf_BV = sampled_logprobs(logits_BV, params).exp().double().cumsum(-1)
+    target_B1 = keyed_uniform(key_B, counter_B)[:, None] * cdf_BV[:, -1:]
+    return torch.searchsorted(cdf_BV, target_B1, right=True).squeeze(1)
+
+
+@pytest.mark.parametrize("size", [6, 255, 256, 257, 5000])
+@pytest.mark.parametrize("asked", [{}, {"temperature": 0.3}, {"top_k": 7}, {"top_p": 0.6, "min_p": 0.01}])
+def test_blocks_change_no_draw(size, asked):
+    """2,400 draws for each size; the two sums differ by about 1e-16 of the total."""
+    params, generator = SamplingParams(**asked), torch.Generator().manual_seed(size)
+    logits_BV = 3 * torch.randn(12, size, generator=generator)
+    logits_BV[:, torch.randperm(size, generator=generator)[: size // 3]] = -math.inf
+    source_B = torch.arange(12).repeat_interleave(200)
+    key_B, counter_B = keys(2400), torch.arange(2400) % 7
+    token_B, logp_B = sample_tokens(logits_BV, key_B, counter_B, params, source_B)
+    assert torch.equal(token_B, by_the_whole_cumulative_sum(logits_BV[source_B], key_B, counter_B, params))
+    assert logp_B.isfinite().all()
+    assert len(token_B.unique()) > min(size // 3, 5)
+    again = sample_tokens(logits_BV[source_B], key_B, counter_B, params)
+    assert torch.equal(again[0], token_B)
+    assert torch.equal(again[1], logp_B)
+
+
+def test_draws_of_one_row_fall_into_the_right_chunk(monkeypatch):
+    logits_UV = torch.randn(9, 6, generator=torch.Generator().manual_seed(0))
+    source_B = torch.tensor([0, 0, 2, 2, 2, 3, 7, 8, 8])
+    whole = sample_tokens(logits_UV, keys(9), torch.zeros(9, dtype=torch.int64), SamplingParams(), source_B)
+    monkeypatch.setattr(sampling, "_CHUNK_ELEMENTS", {"cpu": 12})
+    parts = sample_tokens(logits_UV, keys(9), torch.zeros(9, dtype=torch.int64), SamplingParams(), source_B)
+    assert torch.equal(whole[0], parts[0])
+    assert torch.equal(whole[1], parts[1])
+
+
+@pytest.mark.parametrize("u", [0.0, 0.5, 1.0 - 2.0**-53])
+def test_the_ends_of_a_block_stay_inside_the_support(monkeypatch, u):
+    """Probability at one token of each of three blocks, between blocks that have none."""
+    monkeypatch.setattr(sampling, "keyed_uniform", lambda k, c: torch.full(k.shape, u, dtype=torch.float64))
+    logits = torch.full((1, 7 * 256), -math.inf)
+    logits[0, [256 + 9, 3 * 256 + 255, 5 * 256]] = torch.tensor([0.1, 0.3, 0.2])
+    token_B, _ = sample_tokens(logits, keys(1), torch.zeros(1, dtype=torch.int64), SamplingParams())
+    assert token_B.item() == {0.0: 265, 0.5: 1023}.get(u, 1280)

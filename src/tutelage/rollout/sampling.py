@@ -1,6 +1,6 @@
 """How a token is drawn: the parameters of a request, and one vectorised sampler for all rows of a decode step.
 
-Shapes: B sequences, V vocabulary.
+Shapes: B draws, U rows of logits, V vocabulary, n blocks of the vocabulary, k tokens of a block.
 
 The sampled distribution is softmax(logits / temperature), then optionally cut to a subset of the vocabulary and
 renormalised: top-k (Fan et al. 2018), then top-p (Holtzman et al. 2020), then min-p (Nguyen et al. 2024), each
@@ -23,8 +23,14 @@ from tutelage.math.logprobs import scaled_log_softmax
 TRAINING_PURPOSE = "rollout"
 """The purpose of rollouts that a policy is trained on; other purposes may truncate the distribution."""
 
-_CHUNK_ELEMENTS = 1 << 24
-"""Bound on rows * V that the sampler holds in float64 at a time (128 MiB)."""
+_CHUNK_ELEMENTS = {"cpu": 1 << 18}
+"""Rows * V that the sampler works on at a time: on a CPU what stays in its cache from one pass to the next."""
+
+_CHUNK_ELEMENTS_ELSEWHERE = 1 << 26
+"""On other devices: a bound on memory (two float32 tensors of 256 MiB)."""
+
+_BLOCK = 256
+"""Tokens whose probabilities are summed before the search inside a block."""
 
 
 @dataclass(frozen=True)
@@ -135,35 +141,63 @@ def _kept(logp_BV: Tensor, params: SamplingParams) -> Tensor:
 
 
 def sample_tokens(
-    logits_BV: Tensor, keys_B: Tensor, counter_B: Tensor, params: SamplingParams
+    logits_UV: Tensor, keys_B: Tensor, counter_B: Tensor, params: SamplingParams, source_B: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(token_B int64, logp_B float32): one token per row and its logprob under the sampled distribution.
+    """(token_B int64, logp_B float32): one token per draw and its logprob under the sampled distribution.
 
     token = the smallest v with sum_{w <= v} p_w > u * sum p, where u = keyed_uniform(key, counter): the inverse
-    cumulative distribution, summed in float64. A token of probability 0 is never drawn. Greedy takes the
-    argmax; its logprob is that of softmax(logits / temperature).
+    cumulative distribution, summed in float64.  The search has two levels: sums of blocks of tokens, then the tokens of
+    one block, so that no cumulative sum over the vocabulary is made.  A token of probability 0 is never drawn.
+    Greedy takes the argmax; its logprob is that of softmax(logits / temperature).
+
+    source_B: row of logits of each draw, ascending, on the CPU; None: draw b is from row b.  What is computed per row
+    is computed once for all its draws.
     Rows whose logits are not finite give a NaN logprob and no error here. Rows go through in chunks of bounded memory.
     """
-    rows = max(1, _CHUNK_ELEMENTS // max(1, logits_BV.shape[1]))
-    parts = [
-        _sample_chunk(logits_bV, keys_b, counter_b, params)
-        for logits_bV, keys_b, counter_b in zip(
-            logits_BV.split(rows), keys_B.split(rows), counter_B.split(rows), strict=True
-        )
-    ]
-    return torch.cat([token for token, _ in parts]), torch.cat([logp for _, logp in parts])
+    elements = _CHUNK_ELEMENTS.get(logits_UV.device.type, _CHUNK_ELEMENTS_ELSEWHERE)
+    rows = max(1, elements // max(1, logits_UV.shape[1]))
+    parts = logits_UV.split(rows)
+    if source_B is None:
+        ends = [*range(rows, len(parts) * rows, rows), logits_UV.shape[0]]
+    else:
+        ends = torch.searchsorted(source_B, torch.arange(1, len(parts) + 1) * rows).tolist()
+    found, first = [], 0
+    for number, (logits_uV, end) in enumerate(zip(parts, ends, strict=True)):
+        source_b = None if source_B is None else (source_B[first:end] - number * rows).to(logits_UV.device)
+        found.append(_sample_chunk(logits_uV, keys_B[first:end], counter_B[first:end], params, source_b))
+        first = end
+    return torch.cat([token for token, _ in found]), torch.cat([logp for _, logp in found])
 
 
 def _sample_chunk(
-    logits_BV: Tensor, keys_B: Tensor, counter_B: Tensor, params: SamplingParams
+    logits_UV: Tensor, keys_B: Tensor, counter_B: Tensor, params: SamplingParams, source_B: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    logp_BV = sampled_logprobs(logits_BV, params)
+    logp_UV = sampled_logprobs(logits_UV, params)
+    if source_B is None:
+        source_B = torch.arange(logits_UV.shape[0], device=logits_UV.device)
     if params.greedy:
-        token_B = logits_BV.argmax(dim=-1)
+        token_B = logits_UV.argmax(dim=-1)[source_B]
     else:
-        cdf_BV = logp_BV.exp().cumsum(dim=-1, dtype=torch.float64)
-        # u is at most 1 - 2^-53, so u * total stays below the total after rounding too; the clamp is for NaN alone.
-        target_B1 = keyed_uniform(keys_B, counter_B)[:, None] * cdf_BV[:, -1:]
-        token_B = torch.searchsorted(cdf_BV, target_B1, right=True).squeeze(1)
-        token_B = token_B.clamp_(max=logits_BV.shape[1] - 1)
-    return token_B, logp_BV.gather(1, token_B[:, None]).squeeze(1)
+        token_B = _inverse_cdf(logp_UV, source_B, keyed_uniform(keys_B, counter_B))
+    return token_B, logp_UV[source_B, token_B]
+
+
+def _inverse_cdf(logp_UV: Tensor, source_B: Tensor, u_B: Tensor) -> Tensor:
+    """(B,) the token at which the cumulative distribution of row source[b] passes u[b]."""
+    rows, size = logp_UV.shape
+    blocks = -(-size // _BLOCK)
+    p_UV = logp_UV.new_empty((rows, blocks * _BLOCK))
+    p_UV[:, size:] = 0.0
+    torch.exp(logp_UV, out=p_UV[:, :size])
+    p_Unk = p_UV.view(rows, blocks, _BLOCK)
+    cdf_Bn = p_Unk.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)[source_B]
+    # u is at most 1 - 2^-53, so u * total stays below the total after rounding too; the clamps are for NaN alone.
+    target_B1 = u_B[:, None] * cdf_Bn[:, -1:]
+    block_B1 = torch.searchsorted(cdf_Bn, target_B1, right=True).clamp_(max=blocks - 1)
+    before_B1 = torch.where(block_B1 > 0, cdf_Bn.gather(1, (block_B1 - 1).clamp(min=0)), 0.0)
+    inside_Bk = p_Unk[source_B, block_B1[:, 0]].cumsum(dim=-1, dtype=torch.float64)
+    within_B1 = torch.searchsorted(inside_Bk, target_B1 - before_B1, right=True)
+    # Rounding may leave the rest of the target at the block's end: its last token that has probability is the one.
+    last_B1 = torch.searchsorted(inside_Bk, inside_Bk[:, -1:].contiguous())
+    token_B1 = block_B1 * _BLOCK + torch.minimum(within_B1, last_B1)
+    return token_B1[:, 0].clamp_(max=size - 1)

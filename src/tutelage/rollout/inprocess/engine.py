@@ -1,6 +1,6 @@
 """Rollouts from the training weights themselves, in this process.
 
-Shapes: B sequences (prompts times samples, a prompt's samples adjacent), R flat response tokens.
+Shapes: B sequences (prompts times samples, a prompt's samples adjacent), b some of them, R flat response tokens.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tutelage.errors import RolloutError
 from tutelage.math.keyed import sample_key
+from tutelage.rollout.inprocess.admission import Request
+from tutelage.rollout.inprocess.batch import Bounds, CacheUse, ContinuousBatch
 from tutelage.rollout.inprocess.stopping import Decoder, Stopping, decode_rows
-from tutelage.rollout.inprocess.wave import Responses, Wave, WaveRunner, plan_waves
 from tutelage.rollout.sampling import TRAINING_PURPOSE, SamplingParams, require_trainable
 from tutelage.types import Prompts, Ragged, Rollout, Sequences
 
@@ -28,18 +29,23 @@ class InProcessRollout:
     """Samples with the model that is trained, adapter on, dropout off, no gradient; implements `RolloutEngine`.
 
     A sample's randomness is keyed by (seed, step, prompt id, sample index, purpose) and counted by response position,
-    so the same sample comes out alone, in any batch and in any wave, as long as rounding of the logits (about 1e-6 in
-    float32, more in bfloat16) does not move a draw across a boundary between two tokens.
+    so the same sample comes out alone, in any batch and with any bound, as long as rounding of the logits (about 1e-6
+    in float32, more in bfloat16) does not move a draw across a boundary between two tokens.
 
     model             a causal language model whose attention implementation is "tutelage"; every mode is put back as it
                       was after each call.
     eos_ids           tokens that end a response; the token is part of the response and is trained on.
     params            defaults of `generate`; n and greedy come with the prompts.
-    tokens_in_flight  bound on cached tokens (rows times slot length); what does not fit waits for the next wave.
+    tokens_in_flight  bound on cached tokens; a prompt counts once for all its samples, and a sample with all it may yet
+                      need.  What does not fit waits.  The cache is allocated once per call, never beyond this bound nor
+                      what the call can fill; `cache` says how large it was.
+    slots             samples that decode together at most.
     purpose           what `params` are for; truncated sampling is refused at once where that is training.
     forward_context   makes the context of the forward passes: the training engine's autocast, so both compute alike.
     prefill_tokens    prompt tokens packed into one forward pass.
     response_prefix   what the chat template writes before an answer: part of the tokens, taken off the texts.
+
+    cache             of the last call: its bound in tokens and bytes, and how much of it was in use; None before one.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class InProcessRollout:
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         prefill_tokens: int = 8192,
         response_prefix: str = "",
+        slots: int = 256,
     ) -> None:
         """Raises RolloutError for a truncating default in training, another attention, or layers without a KV cache."""
         require_trainable(params, purpose)
@@ -64,14 +71,18 @@ class InProcessRollout:
         self.eos_ids = tuple(eos_ids)
         self.params = params
         self.seed = seed
-        self.tokens_in_flight = tokens_in_flight
+        self.bounds = Bounds(tokens_in_flight, slots, prefill_tokens)
         self.progress = progress
         self.forward_context = forward_context
-        self.prefill_tokens = prefill_tokens
         self.response_prefix = response_prefix
+        self.cache: CacheUse | None = None
         self.version = 0
         self._config: Any = model.config
         _require_slotted(self._config)
+
+    @property
+    def tokens_in_flight(self) -> int:
+        return self.bounds.tokens
 
     def publish(self, version: int) -> None:
         """The weights are shared, so there is nothing to move; later rollouts carry this version."""
@@ -86,8 +97,7 @@ class InProcessRollout:
         Raises RolloutError: truncated sampling in training; an empty prompt; a prompt whose response may not fit the
         model's context or `tokens_in_flight`; logits that are not finite.
         """
-        params = replace(self.params, n=prompts.n)
-        return self.complete(prompts, params.with_greedy() if prompts.greedy else params)
+        return self.complete(prompts, self._defaults(prompts))
 
     def complete(
         self,
@@ -102,53 +112,84 @@ class InProcessRollout:
         if not isinstance(prompts, Prompts):
             prompts = _bare_prompts(prompts)
         prompts = replace(prompts, n=params.n, greedy=params.greedy)
-        require_trainable(params, prompts.purpose)
-        self._require_room(prompts, params)
-        return self._assemble(prompts, self._responses(prompts, params, progress or self.progress))
+        batch = self._batch(prompts, params)
+        done = 0
+        with torch.no_grad(), evaluation_mode(self.model), self.forward_context():
+            while batch.busy:
+                done = self._report(progress or self.progress, done, batch.step(), len(batch.requests))
+        self.cache = batch.use
+        return self._assemble(prompts, batch, range(len(prompts)))
 
-    def _responses(self, prompts: Prompts, params: SamplingParams, progress: Progress | None) -> Responses:
-        """All B rows in order: prompt-major, samples inside."""
+    def stream(self, prompts: Prompts) -> Iterator[Rollout]:
+        """The rows of `generate`, one prompt at a time, all its samples together, as soon as the last of them is done.
+
+        `Rollout.concat` of the parts, sorted by their `group`, equals `generate(prompts)`.  Closing the iterator gives
+        up what is not done.  Between two parts the model is as it was found: other work may use it.
+        The weights must stay the same until the last part; raises RolloutError where `publish` was called in between,
+        and as `generate`.  What can be refused at once is refused before the first part is asked for.
+        """
+        params = self._defaults(prompts)
+        return self._parts(prompts, self._batch(prompts, params))
+
+    def _parts(self, prompts: Prompts, batch: ContinuousBatch) -> Iterator[Rollout]:
+        missing, done, version = [prompts.n] * len(prompts), 0, self.version
+        while batch.busy:
+            ready: list[int] = []
+            with torch.no_grad(), evaluation_mode(self.model), self.forward_context():
+                while batch.busy and not ready:
+                    ended = batch.step()
+                    done = self._report(self.progress, done, ended, len(batch.requests))
+                    for row in ended:
+                        missing[row // prompts.n] -= 1
+                    ready = sorted({row // prompts.n for row in ended if not missing[row // prompts.n]})
+            self.cache = batch.use
+            for prompt in ready:
+                yield self._assemble(prompts, batch, [prompt])
+                if self.version != version:
+                    raise RolloutError(
+                        f"weights of version {self.version} were published while responses of version {version} stream",
+                        fix="close the stream, or read it to its end, before the weights change",
+                    )
+
+    def _defaults(self, prompts: Prompts) -> SamplingParams:
+        params = replace(self.params, n=prompts.n)
+        return params.with_greedy() if prompts.greedy else params
+
+    def _batch(self, prompts: Prompts, params: SamplingParams) -> ContinuousBatch:
+        """All B requests in order: prompt-major, samples inside."""
+        require_trainable(params, prompts.purpose)
+        self.require_room(prompts, params)
+        keys = self._keys(prompts, params)
+        requests = [
+            Request(prompts.tokens[row // params.n], key, prompts.ids[row // params.n]) for row, key in enumerate(keys)
+        ]
+        return self.start(requests, params)
+
+    def start(
+        self, requests: Sequence[Request], params: SamplingParams, prior: Sequence[Sequence[int]] = ()
+    ) -> ContinuousBatch:
+        """A batch of these requests, to be stepped inside `evaluation_mode` and `forward_context`; prior: see there."""
         device = next(self.model.parameters()).device
         stopping = Stopping(self.tokenizer, (*self.eos_ids, *params.stop_token_ids), params.stop, device)
-        keys_B = self._keys(prompts, params)
-        total = len(prompts) * params.n
-        done = 0
+        return ContinuousBatch(self.model, requests, params, stopping, device, self.bounds, prior)
 
-        def report(ended: int) -> None:
-            nonlocal done
-            done += ended
-            if progress is not None:
-                progress(done, total)
+    def _report(self, progress: Progress | None, done: int, ended: Sequence[int], total: int) -> int:
+        """Responses done with those that have just ended."""
+        if progress is not None and ended:
+            progress(done + len(ended), total)
+        return done + len(ended)
 
-        out = Responses(
-            torch.zeros((total, params.max_new_tokens), dtype=torch.int64),
-            torch.zeros((total, params.max_new_tokens)),
-            torch.zeros(total, dtype=torch.int64),
-            torch.zeros(total, dtype=torch.bool),
-        )
-        runner = WaveRunner(self.model, params, stopping, device, self.prefill_tokens, report)
-        lens = [len(p) for p in prompts.tokens]
-        with torch.no_grad(), evaluation_mode(self.model), self.forward_context():
-            for rows in plan_waves(lens, params.n, params.max_new_tokens, self.tokens_in_flight):
-                index = torch.tensor(rows)
-                part = runner.run(_wave(prompts, rows, keys_B[index], params.n))
-                for name in ("tokens", "logp", "lens", "finished"):
-                    getattr(out, name)[index] = getattr(part, name)
-        return out
-
-    def _keys(self, prompts: Prompts, params: SamplingParams) -> Tensor:
-        """(B,) int64."""
+    def _keys(self, prompts: Prompts, params: SamplingParams) -> list[int]:
+        """Of all B rows."""
         seed = self.seed if params.seed is None else params.seed
-        return torch.tensor(
-            [
-                sample_key(seed, prompts.step, prompt_id, sample, prompts.purpose)
-                for prompt_id in prompts.ids
-                for sample in range(params.n)
-            ],
-            dtype=torch.int64,
-        )
+        return [
+            sample_key(seed, prompts.step, prompt_id, sample, prompts.purpose)
+            for prompt_id in prompts.ids
+            for sample in range(params.n)
+        ]
 
-    def _require_room(self, prompts: Prompts, params: SamplingParams) -> None:
+    def require_room(self, prompts: Prompts, params: SamplingParams) -> None:
+        """Raises RolloutError for an empty prompt, and for one whose response may not fit."""
         context = getattr(self._config, "max_position_embeddings", None)
         window = getattr(self._config, "sliding_window", None)
         for name, tokens in zip(prompts.ids, prompts.tokens, strict=True):
@@ -166,15 +207,19 @@ class InProcessRollout:
                 fix = f"raise rollout.tokens_in_flight to at least {size}"
                 raise RolloutError(f"{what}, rollout.tokens_in_flight is {self.tokens_in_flight}", fix=fix)
 
-    def _assemble(self, prompts: Prompts, out: Responses) -> Rollout:
-        n, rows = prompts.n, len(prompts) * prompts.n
-        group_B = torch.arange(len(prompts)).repeat_interleave(n)
-        responses = Ragged.from_padded(out.tokens, out.lens)
-        response_rows = responses.rows()
-        prompt_rows = [torch.tensor(p, dtype=torch.int64) for p in prompts.tokens]
+    def _assemble(self, prompts: Prompts, batch: ContinuousBatch, chosen: Sequence[int]) -> Rollout:
+        """The rows of the prompts `chosen`, all of which have ended."""
+        n = prompts.n
+        prompt_b = torch.tensor(chosen, dtype=torch.int64).repeat_interleave(n)
+        row_b = (torch.tensor(chosen, dtype=torch.int64)[:, None] * n + torch.arange(n)).reshape(-1)
+        lens_b, pick_b = batch.lens[row_b], row_b.to(batch.tokens.device)
+        responses = Ragged.from_padded(batch.tokens[pick_b].cpu(), lens_b)
+        response_rows, of = responses.rows(), prompt_b.tolist()
+        prompt_rows = {p: torch.tensor(prompts.tokens[p], dtype=torch.int64) for p in chosen}
+        tokens = [torch.cat([prompt_rows[p], row]) for p, row in zip(of, response_rows, strict=True)]
         sequences = Sequences(
-            Ragged.from_rows([torch.cat([prompt_rows[b // n], response_rows[b]]) for b in range(rows)], torch.int64),
-            torch.tensor([len(p) for p in prompts.tokens], dtype=torch.int64)[group_B],
+            Ragged.from_rows(tokens, torch.int64),
+            torch.tensor([len(prompts.tokens[p]) for p in of], dtype=torch.int64),
             responses.with_flat(torch.ones_like(responses.flat, dtype=torch.bool)),
         )
         eos = set(self.eos_ids)
@@ -182,15 +227,15 @@ class InProcessRollout:
         texts = decode_rows(self.tokenizer, shown, skip_special_tokens=True)
         return Rollout(
             sequences=sequences,
-            rollout_logp=Ragged.from_padded(out.logp, out.lens),
-            finished=out.finished,
-            prompt_ids=tuple(prompts.ids[b // n] for b in range(rows)),
-            samples=torch.arange(n).repeat(len(prompts)),
-            group=group_B,
-            truths=tuple(prompts.truths[b // n] for b in range(rows)),
-            messages=tuple(prompts.messages[b // n] for b in range(rows)),
+            rollout_logp=Ragged.from_padded(batch.logp[pick_b].cpu(), lens_b),
+            finished=batch.finished[row_b],
+            prompt_ids=tuple(prompts.ids[p] for p in of),
+            samples=torch.arange(n).repeat(len(chosen)),
+            group=prompt_b,
+            truths=tuple(prompts.truths[p] for p in of),
+            messages=tuple(prompts.messages[p] for p in of),
             texts=tuple(text.removeprefix(self.response_prefix) for text in texts),
-            weights_version=torch.full((rows,), self.version, dtype=torch.int64),
+            weights_version=torch.full((len(of),), self.version, dtype=torch.int64),
         )
 
 
@@ -201,17 +246,6 @@ def _bare_prompts(rows: Sequence[Sequence[int]]) -> Prompts:
         truths=(None,) * len(rows),
         messages=((),) * len(rows),
         purpose="complete",
-    )
-
-
-def _wave(prompts: Prompts, rows: Sequence[int], keys_B: Tensor, n: int) -> Wave:
-    used = list(dict.fromkeys(row // n for row in rows))
-    place = {prompt: i for i, prompt in enumerate(used)}
-    return Wave(
-        prompts=[prompts.tokens[p] for p in used],
-        prompt_of=torch.tensor([place[row // n] for row in rows]),
-        keys=keys_B,
-        names=[prompts.ids[p] for p in used],
     )
 
 

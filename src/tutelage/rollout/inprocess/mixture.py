@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from tutelage.errors import RolloutError
 from tutelage.math.online_preference import mixed_logits
-from tutelage.rollout.inprocess.cache import SlottedCache
+from tutelage.rollout.inprocess.cache import PagedCache
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class GeometricMixture(nn.Module):
     reference_context   what the reference's forward passes run in, such as an adapter that is switched off.
     coef                0: the policy alone, 1: the reference alone; the other one is not run.
 
-    Both models keep their keys and values, so a slot holds the layers of both.
+    Both models keep their keys and values, so a page holds the layers of both.
     Raises RolloutError for two vocabularies.
     """
 
@@ -61,8 +61,8 @@ class GeometricMixture(nn.Module):
                 fix="mix models with one tokenizer",
             )
 
-    def forward(self, *, past_key_values: SlottedCache, **inputs: Any) -> Mixed:
-        """One forward pass of each model that counts, over the same tokens and slots."""
+    def forward(self, *, past_key_values: PagedCache, **inputs: Any) -> Mixed:
+        """One forward pass of each model that counts, over the same tokens and pages."""
         if self.coef == 0.0:
             return Mixed(self.policy(past_key_values=past_key_values, **inputs).logits)
         if self.coef == 1.0:
@@ -75,12 +75,12 @@ class GeometricMixture(nn.Module):
 
 
 class SecondModel(Cache):
-    """The cache of one wave as its second model sees it: the same slots and positions, layers behind the first's.
+    """The cache of a batch as its second model sees it: the same pages and positions, layers behind the first's.
 
     first_layers  layers of the first model, which has run the same pass already.
     """
 
-    def __init__(self, shared: SlottedCache, first_layers: int) -> None:
+    def __init__(self, shared: PagedCache, first_layers: int) -> None:
         super().__init__(layers=[])
         self.shared = shared
         self.first_layers = first_layers

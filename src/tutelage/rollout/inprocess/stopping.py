@@ -1,6 +1,6 @@
 """When a response ends: EOS tokens, stop tokens, and stop strings found in its decoded text.
 
-Shapes: B rows, X rows of the whole wave, V vocabulary, T response tokens.
+Shapes: B rows, X rows of the whole batch, V vocabulary, T response tokens.
 """
 
 from __future__ import annotations
@@ -35,21 +35,36 @@ class Stopping:
         self._decoder = decoder
         self._strings = tuple(strings)
         # A character is at most four byte tokens; the slack keeps a cut character at the tail's start out of the way.
-        self._tail = 4 * max(map(len, self._strings), default=0) + 4
+        self.tail = 4 * max(map(len, self._strings), default=0) + 4
         self._can_complete_V = self._completing_tokens().to(device) if self._strings else None
+
+    @property
+    def has_strings(self) -> bool:
+        return bool(self._strings)
+
+    def by_token(self, token_B: Tensor) -> Tensor:
+        """(B,) bool: rows that end with a token that ends any response."""
+        return torch.isin(token_B, self.token_ids)
+
+    def may_complete(self, token_B: Tensor) -> Tensor:
+        """(B,) bool: rows whose newest token can complete a stop string, so that their text must be looked at."""
+        if self._can_complete_V is None:
+            return torch.zeros_like(token_B, dtype=torch.bool)
+        known_B = token_B < self._can_complete_V.shape[0]
+        return known_B & self._can_complete_V[token_B * known_B]
+
+    def holds_string(self, tails: Sequence[Sequence[int]]) -> list[bool]:
+        """Whether the text of the last tokens of a response, up to `tail` of them, holds a stop string."""
+        texts = decode_rows(self._decoder, tails, skip_special_tokens=False)
+        return [any(s in text for s in self._strings) for text in texts]
 
     def ended(self, token_B: Tensor, tokens_XT: Tensor, row_B: Tensor, alive_B: Tensor, length: int) -> Tensor:
         """(B,) bool: rows that end with `token`, the last of the `length` response tokens in tokens_XT[row]."""
-        ended_B = torch.isin(token_B, self.token_ids)
-        if self._can_complete_V is None:
-            return ended_B
-        known_B = token_B < self._can_complete_V.shape[0]
-        candidate_B = known_B & self._can_complete_V[token_B * known_B] & alive_B & ~ended_B
-        rows = candidate_B.nonzero().squeeze(1)
+        ended_B = self.by_token(token_B)
+        rows = (self.may_complete(token_B) & alive_B & ~ended_B).nonzero().squeeze(1)
         if rows.shape[0]:
-            tails = tokens_XT[row_B[rows], max(0, length - self._tail) : length].tolist()
-            texts = decode_rows(self._decoder, tails, skip_special_tokens=False)
-            ended_B[rows] = torch.tensor([any(s in text for s in self._strings) for text in texts], device=rows.device)
+            tails = tokens_XT[row_B[rows], max(0, length - self.tail) : length].tolist()
+            ended_B[rows] = torch.tensor(self.holds_string(tails), device=rows.device)
         return ended_B
 
     def _completing_tokens(self) -> Tensor:
