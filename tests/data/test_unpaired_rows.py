@@ -89,6 +89,18 @@ def test_preference_rows_become_two_rows_each_with_a_mismatched_answer(tmp_path:
     assert [template.decode_response(row) for row in picked.mismatched.response_rows()] == [other[5], other[2]]
 
 
+def test_rows_of_one_prompt_are_named_as_training_or_held_out_rows(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    template, train = ChatTemplate(tiny_tokenizer), write(tmp_path, PAIRS)
+    held = tmp_path / "held.jsonl"
+    held.write_text(json.dumps({"prompt": "why", "chosen": "so", "rejected": "no"}) + "\n")
+    with pytest.raises(DataError, match=r"^held-out rows of .*held\.jsonl: all 2 rows have one prompt"):
+        prepare_unpaired(data(train, eval=str(held)), template, 0)
+    with pytest.raises(DataError, match=r"^training rows of .*held\.jsonl: all 2 rows have one prompt"):
+        prepare_unpaired(data(str(held)), template, 0)
+    with pytest.raises(DataError, match=r"^held-out rows of .*rows\.jsonl: all 2 rows have one prompt"):
+        prepare_unpaired(data(train, eval_fraction=0.25), template, 0)
+
+
 def test_unpaired_rows_and_odd_ones(tmp_path: Path, tiny_tokenizer: Any) -> None:
     rows = [
         {"prompt": "a", "completion": "good", "label": True},
@@ -188,8 +200,13 @@ def test_a_cut_answer_keeps_the_steps_that_end_within_it(tmp_path: Path, tiny_to
 def test_labels_and_separators_that_cannot_be_used_are_told(tmp_path: Path, tiny_tokenizer: Any) -> None:
     template = ChatTemplate(tiny_tokenizer)
     odd = [{"prompt": "q", "completions": ["a"], "labels": [2.0]}]
-    with pytest.raises(DataError, match=r"row 1 of .* has the label 2"):
+    with pytest.raises(DataError, match=r"^training rows of .*rows\.jsonl: row 1 has the label 2"):
         prepare_steps(data(write(tmp_path, odd)), template, 0, "\n", allowed=lambda y: 0 <= y <= 1)
+    held = tmp_path / "held.jsonl"
+    held.write_text(json.dumps(odd[0]) + "\n")
+    right = [{"prompt": "r", "completions": ["a"], "labels": [1.0]}]
+    with pytest.raises(DataError, match=r"^held-out rows of .*held\.jsonl: row eval:1 has the label 2"):
+        prepare_steps(data(write(tmp_path, right), eval=str(held)), template, 0, "\n", allowed=lambda y: 0 <= y <= 1)
     split = [
         {"prompt": "q", "completions": ["a\nb"], "labels": [1]},
         {"prompt": "q", "completions": ["a"], "labels": [1]},

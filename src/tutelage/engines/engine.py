@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from tutelage.config.common import OptimConfig
-from tutelage.data.packing import pack_by_tokens
 from tutelage.engines.optim import learning_rate, load_moments, make_optimizer, moments
-from tutelage.engines.passes import NOT_FINITE, Passes, problem_of, require_runnable
+from tutelage.engines.passes import NOT_FINITE, Passes, micro_batches, problem_of, require_runnable
 from tutelage.engines.pipeline import Job, PipelinePasses, pipeline_of
 from tutelage.engines.ranks import Alone, Ranks, clip, gradient_norm
 from tutelage.engines.saved import SavedTensors, save_tensors
@@ -212,7 +211,7 @@ class ModelEngine:
         wanted = frozenset({"logp"}) if isinstance(self.model, LanguageModel) else frozenset({"score"})
         error = problem_of(lambda: require_runnable(self.model, sequences, wanted)) if len(sequences) else None
         self.ranks.agree(error)
-        parts = pack_by_tokens(sequences.tokens.lens, self.tokens_per_micro_batch) if len(sequences) else []
+        parts = micro_batches(self.model, sequences, self.tokens_per_micro_batch) if len(sequences) else []
         idle = self.ranks.most(len(parts)) - len(parts)
         found = self._each([*(sequences.select(index_b) for index_b in parts), *[IDLE] * idle], run)
         for index_b, out in zip(parts, found, strict=False):

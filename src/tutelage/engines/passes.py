@@ -18,16 +18,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutelage.data.packing import pack_by_tokens
+from tutelage.data.packing import pack
 from tutelage.engines.ranks import Ranks
 from tutelage.errors import ShapeError, TrainingError
 from tutelage.math.coupled import coupled_loss, surrogate
-from tutelage.models.forward import COMPUTED, Model, candidates_of, outputs, predicting_index, require_computed
+from tutelage.models.forward import (
+    COMPUTED,
+    Model,
+    candidates_of,
+    outputs,
+    predicting_index,
+    require_computed,
+    shares_prompts,
+)
 from tutelage.models.heads import ScalarModel
 from tutelage.models.language_model import LanguageModel
 from tutelage.models.noise import embedding_noise
+from tutelage.models.prefix import attention_cost
 from tutelage.protocols import CoupledLoss, Loss, NoisyLoss, SeparableLoss
-from tutelage.sharing import Share
+from tutelage.sharing import Share, workload
 from tutelage.types import Outputs, Sequences, Stat, Stats, merge_stats
 
 PREDICTED = COMPUTED["language"] | COMPUTED["value"]
@@ -78,9 +87,9 @@ class Passes:
 
     # ---- one pass over the micro-batches ----
 
-    def parts(self, share: Share) -> tuple[list[Tensor], int]:
-        """The micro-batches of this rank, and how many of them there are on all data ranks."""
-        parts = [] if share.filler else pack_by_tokens(share.item_tokens(), self.budget)
+    def parts(self, share: Share, may_share: bool = True) -> tuple[list[Tensor], int]:
+        """The micro-batches of this rank, and how many of them there are on all data ranks.  may_share: prompts."""
+        parts = [] if share.filler else micro_batches(self.model, share.rows, self.budget, may_share)
         return parts, sum(self.ranks.from_parts(len(parts)))
 
     def rounds(self, share: Share, parts: list[Tensor], backward: bool) -> Iterator[tuple[Tensor, bool]]:
@@ -96,15 +105,22 @@ class Passes:
         """What the loss asks for, by name; inside the model's root."""
         candidates_RC = candidates_of(part, loss.outputs)
         with self._noise(part, loss):
-            found = outputs(self.model, part.sequences, loss.outputs, self.temperature, candidates_RC)
+            share = not self._noisy(loss)
+            found = outputs(self.model, part.sequences, loss.outputs, self.temperature, candidates_RC, share)
         # copies: FSDP hooks the gradients of what is returned, and a hook on a view is lost when the view is changed
         return {f.name: x.clone() for f in fields(found) if (x := getattr(found, f.name)) is not None}
 
     def _noise(self, part: Any, loss: Loss) -> AbstractContextManager[None]:
         """On the input embeddings, where the loss asks for it and this pass trains."""
-        if not self.backward or not isinstance(loss, NoisyLoss) or loss.noise_alpha is None:
+        if not self._noisy(loss):
             return nullcontext()
+        assert isinstance(loss, NoisyLoss)
+        assert loss.noise_alpha is not None
         return embedding_noise(self.model.trunk, part.sequences.tokens, loss.noise_keys(part), loss.noise_alpha)
+
+    def _noisy(self, loss: Loss) -> bool:
+        """Noise is each sequence's own, in the prompt too: none is shared."""
+        return self.backward and isinstance(loss, NoisyLoss) and loss.noise_alpha is not None
 
     def _outputs(self, part: Any, loss: Loss) -> Outputs:
         return Outputs(**self.model.root(lambda: self.computed(part, loss)))
@@ -115,7 +131,7 @@ class Passes:
     # ---- separable ----
 
     def _separable(self, share: Share, loss: SeparableLoss) -> Found:
-        parts, micro_batches = self.parts(share)
+        parts, micro_batches = self.parts(share, not self._noisy(loss))
         total, reports = 0.0, []
         for index_b, counted in self.rounds(share, parts, self.backward):
             error: Exception | None = None
@@ -156,7 +172,7 @@ class Passes:
     # ---- coupled ----
 
     def _coupled(self, share: Share, loss: CoupledLoss) -> Found:
-        parts, micro_batches = self.parts(share)
+        parts, micro_batches = self.parts(share, not self._noisy(loss))
         with torch.no_grad():
             found = [x for x in self._each_scalars(share, parts, loss, backward=False) if x is not None]
         order_b = torch.cat(parts) if parts else torch.zeros(1, dtype=torch.int64)
@@ -235,6 +251,15 @@ class Passes:
             f"{type(loss).__name__} is not finite at update {self.update}{where}; no weight was changed",
             fix=NOT_FINITE,
         )
+
+
+def micro_batches(model: Model, items: Any, budget: int, may_share: bool = True) -> list[Tensor]:
+    """Sequences, or items of a batch, cut into parts within the token budget, even in cost (`data.packing.pack`).
+
+    may_share: where the model shares prompts, those with one prompt run together, and it counts once.
+    """
+    share = may_share and shares_prompts(model)
+    return pack(workload(items, attention_cost(model.trunk.model.config), share), budget)
 
 
 def nothing(out: Outputs) -> Tensor:

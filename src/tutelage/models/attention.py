@@ -7,7 +7,9 @@ The mode is chosen by a keyword argument given to `model(...)`, which transforme
     cu_seq_lens_q (n + 1,) integers, first 0, last N: the input is one row (1, N) of n segments. A token attends
         inside its segment only: to itself and what is before it in decoders, to all of it in encoders.
     slot_mask (B, 1, Q, L) bool: a step of batched decoding against a KV cache of L slots; True where a query may look.
+    shared_prompts: one row of segments of which several may look at one and the same prompt (`prefix`); causal.
     token_cut: the input is this rank's part of one packed row that is cut over ranks (`parallel.tokens`).
+    paged_step: a step of batched decoding over pages of keys and values, those of a prompt shared (`decoding`).
 
 A call with none of them is refused: plain causal attention over a packed row would leak from one segment into the next
 and give plausible, wrong numbers. For the same reason the transformers mask argument is refused, never ignored.
@@ -26,10 +28,15 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from tutelage.errors import ModelError
+from tutelage.models.decoding import PagedStep, paged_attention
 from tutelage.models.parallel.ring import ring_attention
 from tutelage.models.parallel.tokens import Pieces, TokenCut
+from tutelage.models.prefix import NO_PREFIX, Segments
 
 NAME = "tutelage"
+
+SHARED_QUERIES = 256
+"""Queries of a response that are computed at once after a shared prompt: the mask hides half of so many keys."""
 
 _NOT_IMPLEMENTED = {
     "s_aux": "attention sinks",
@@ -68,6 +75,8 @@ def attention(
     cu_seq_lens_q: Tensor | None = None,
     slot_mask: Tensor | None = None,
     token_cut: TokenCut | None = None,
+    paged_step: PagedStep | None = None,
+    shared_prompts: Segments | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query (B, h, Q, D), key and value (B, g, L, D) -> (B, Q, h, D), softmax(q k / sqrt(D)) v in one of the modes.
@@ -76,7 +85,9 @@ def attention(
     Raises ModelError for dropout, a mask, attention sinks, a position bias, and for a call in no mode or in several.
     """
     _refuse_what_is_not_implemented(attention_mask, dropout, kwargs)
-    _require_one_mode(cu_seq_lens_q, slot_mask, token_cut)
+    _require_one_mode(cu_seq_lens_q, slot_mask, token_cut, paged_step, shared_prompts)
+    if paged_step is not None:
+        return paged_attention(query, key, value, paged_step, scaling, sliding_window, softcap), None
     if slot_mask is not None:
         if sliding_window is not None and slot_mask.shape[-1] > sliding_window:
             raise ModelError(
@@ -93,16 +104,24 @@ def attention(
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
     if token_cut is not None:
         return _cut(query, key, value, token_cut, scaling, causal, sliding_window, softcap), None
+    if shared_prompts is not None:
+        if not causal:
+            raise ModelError(
+                "prompts are shared in attention that is not causal",
+                fix="pack each sequence whole: a prompt token would have to see every response",
+            )
+        return _shared(query, key, value, shared_prompts, scaling, sliding_window, softcap), None
     assert cu_seq_lens_q is not None
     return _packed(query, key, value, cu_seq_lens_q, scaling, causal, sliding_window, softcap), None
 
 
-def _require_one_mode(cu_seq_lens_q: Tensor | None, slot_mask: Tensor | None, token_cut: TokenCut | None) -> None:
-    count = sum(mode is not None for mode in (cu_seq_lens_q, slot_mask, token_cut))
+def _require_one_mode(*modes: object) -> None:
+    count = sum(mode is not None for mode in modes)
     if count != 1:
         raise ModelError(
-            "the packed attention needs exactly one of cu_seq_lens_q (packed segments), slot_mask (decoding) and "
-            f"token_cut (a row cut over ranks), got {('neither', '', 'both', 'all')[count]}",
+            "the packed attention needs exactly one of cu_seq_lens_q (packed segments), slot_mask (decoding), "
+            "token_cut (a row cut over ranks), paged_step (decoding over pages), shared_prompts (segments with one "
+            f"prompt), got {('neither', '', 'both')[min(count, 2)]}",
             fix='run the model through tutelage.models.forward, or call model.set_attn_implementation("sdpa") first',
         )
 
@@ -144,6 +163,48 @@ def _packed(
         if q.shape[2]
     ]
     return torch.cat(outs, dim=2).transpose(1, 2)
+
+
+def _shared(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """(1, N, h, D): every segment attends to its prefix and, causally, to itself."""
+    if sum(segments.lens) != query.shape[2]:
+        raise ModelError(f"segments end at {sum(segments.lens)}, the packed row has {query.shape[2]} tokens")
+    if _flash_varlen_fits(query, value, softcap):
+        index, cu_q, cu_k = segments.keys(query.device)
+        # causal FlashAttention aligns the last query with the last key, which is where a segment ends
+        return _flash_varlen(
+            query, key.index_select(2, index), value.index_select(2, index), cu_q, scaling, True, window, cu_k
+        )
+    lens = list(segments.lens)
+    keys, values, outs = key.split(lens, 2), value.split(lens, 2), []
+    for q, k, v, prefix in zip(query.split(lens, 2), keys, values, segments.prefixes, strict=True):
+        if prefix == NO_PREFIX:
+            outs.append(_attend(q, k, v, scaling, True, _window_mask(q.shape[2], window, True, q.device), softcap))
+            continue
+        k, v = torch.cat([keys[prefix], k], dim=2), torch.cat([values[prefix], v], dim=2)
+        outs += _after_prefix(q, k, v, scaling, window, softcap)
+    return torch.cat(outs, dim=2).transpose(1, 2)
+
+
+def _after_prefix(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, softcap: float | None
+) -> list[Tensor]:
+    """(1, h, q, D) of runs of queries that end where the keys end; a run computes no scores of keys behind it."""
+    end = key.shape[2] - query.shape[2]
+    outs = []
+    for q in query.tensor_split(-(-query.shape[2] // SHARED_QUERIES), dim=2):
+        start, end = end, end + q.shape[2]
+        mask = _piece_mask(q.shape[2], end, start, window, True, q.device)
+        outs.append(_attend(q, key[:, :, :end], value[:, :, :end], scaling, True, mask, softcap))
+    return outs
 
 
 def _cut(

@@ -5,6 +5,9 @@ Shapes: B sequences, N flat tokens, R flat response tokens, r of one rank, H hid
 The hidden state of token t - 1 predicts token t, so everything about response token t is read at t - 1: its logprob,
 and the value of the state in which it was chosen.  A reward model's score of token t has read the token, and is read at
 t.  Gradients are recorded unless the caller switches them off.
+
+Sequences with one prompt share its states where that changes nothing (`shares_prompts`): several responses then read
+the state of its last token.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from tutelage.errors import ModelError, ShapeError
 from tutelage.math.logprobs import LOGPROB_ALONE, Asked, head_outputs
 from tutelage.models.heads import ScalarModel
 from tutelage.models.language_model import LanguageModel
+from tutelage.models.trunk import States
 from tutelage.types import Outputs, Ragged, Sequences
 
 Model = LanguageModel | ScalarModel
@@ -36,15 +40,36 @@ def predicting_index(sequences: Sequences) -> Tensor:
     return sequences.response_index() - 1
 
 
+def shares_prompts(model: Model) -> bool:
+    """Whether sequences with one prompt share its states.
+
+    Not where several ranks compute one row, whole or stage by stage, and not where pooled states are remembered.
+    """
+    staged = model.sharding is not None and model.sharding.stages is not None
+    remembered = isinstance(model, ScalarModel) and model.features is not None
+    return model.trunk.shares_prompts and not staged and not remembered
+
+
+def hidden_states(model: Model, sequences: Sequences, share: bool = True) -> States:
+    """The last hidden states, read at positions of `sequences.tokens`.  share False: prompts are computed each time."""
+    if share and shares_prompts(model):
+        return model.trunk.shared_states(sequences)
+    return model.trunk.states(sequences.tokens)
+
+
 def token_outputs(
-    model: LanguageModel, sequences: Sequences, asked: Asked = LOGPROB_ALONE, temperature: float = 1.0
+    model: LanguageModel,
+    sequences: Sequences,
+    asked: Asked = LOGPROB_ALONE,
+    temperature: float = 1.0,
+    share: bool = True,
 ) -> dict[str, Tensor]:
     """As `math.logprobs.distribution_outputs`: of the distribution that each of the R response tokens was drawn from.
 
     softmax(logits / temperature), in nats; only response positions go through the output layer, in chunks.
     """
     index_R = predicting_index(sequences)
-    states = model.trunk.states(sequences.tokens)
+    states = hidden_states(model, sequences, share)
     home = states.hidden.device
     targets_R = sequences.tokens.flat[index_R + 1].to(home)
     candidates_RC = None if asked.candidates is None else asked.candidates.to(home)
@@ -78,34 +103,42 @@ def token_logprobs(
     return found["logp"], found.get("entropy")
 
 
-def values_with_bootstrap(model: ScalarModel, sequences: Sequences) -> Ragged:
+def values_with_bootstrap(model: ScalarModel, sequences: Sequences, share: bool = True) -> Ragged:
     """Ragged (R + B): V before each response token, and V after the last one; rows one longer than the responses."""
     keep = torch.ones_like(sequences.tokens.flat, dtype=torch.bool)
     keep[predicting_index(sequences)] = False
     ends_B = sequences.tokens.offsets()[1:] - 1
     keep[ends_B] = False
     index = torch.nonzero(~keep).squeeze(1)
-    return Ragged(_token_scalars(model, sequences, index), sequences.response_lens + 1)
+    return Ragged(_token_scalars(model, sequences, index, share), sequences.response_lens + 1)
 
 
-def token_values(model: ScalarModel, sequences: Sequences) -> Tensor:
+def token_values(model: ScalarModel, sequences: Sequences, share: bool = True) -> Tensor:
     """(R,) V before each response token."""
-    return _token_scalars(model, sequences, predicting_index(sequences))
+    return _token_scalars(model, sequences, predicting_index(sequences), share)
 
 
-def _token_scalars(model: ScalarModel, sequences: Sequences, index_R: Tensor) -> Tensor:
+def _token_scalars(model: ScalarModel, sequences: Sequences, index_R: Tensor, share: bool) -> Tensor:
     """(R,) the head on the hidden states at these positions."""
-    return model.trunk.states(sequences.tokens).read(index_R, lambda hidden_rH, _: model.scalars(hidden_rH))
+    return hidden_states(model, sequences, share).read(index_R, lambda hidden_rH, _: model.scalars(hidden_rH))
 
 
-def token_scores(model: ScalarModel, sequences: Sequences) -> Tensor:
+def token_scores(model: ScalarModel, sequences: Sequences, share: bool = True) -> Tensor:
     """(R,) a reward model's scalar at each response token, with the token itself read; no pooling."""
-    return _token_scalars(model, sequences, sequences.response_index())
+    return _token_scalars(model, sequences, sequences.response_index(), share)
 
 
-def sequence_scores(model: ScalarModel, sequences: Sequences) -> Tensor:
+def sequence_scores(model: ScalarModel, sequences: Sequences, share: bool = True) -> Tensor:
     """(B,) the head on each sequence's pooled hidden state."""
-    return model.scores(sequences.tokens, sequences.prompt_lens)
+    if model.features is not None:
+        return model.scores(sequences.tokens, sequences.prompt_lens)
+    return model.scalars(_pooled(model, hidden_states(model, sequences, share), sequences))
+
+
+def _pooled(model: ScalarModel, states: States, sequences: Sequences) -> Tensor:
+    """(B, H)"""
+    home = states.hidden.device
+    return model.pooled(states, sequences.tokens.lens.to(home), sequences.prompt_lens.to(home))
 
 
 COMPUTED = {
@@ -148,35 +181,41 @@ def candidates_of(batch: Any, wanted: Collection[str]) -> Tensor | None:
 
 
 def outputs(
-    model: Model, sequences: Sequences, wanted: Collection[str], temperature: float, candidates: Tensor | None = None
+    model: Model,
+    sequences: Sequences,
+    wanted: Collection[str],
+    temperature: float,
+    candidates: Tensor | None = None,
+    share: bool = True,
 ) -> Outputs:
     """What a loss asks for, on the device of `sequences`.
 
-    candidates: (R, C) token ids, for "candidate_logp" (`candidates_of`).
+    candidates  (R, C) token ids, for "candidate_logp" (`candidates_of`).
+    share       as `hidden_states`.
     Raises ModelError for what this model does not compute.
     """
     require_computed(model, wanted)
     if isinstance(model, LanguageModel):
         asked = Asked("entropy" in wanted, "log_collision" in wanted, candidates)
-        found = token_outputs(model, sequences, asked, temperature)
+        found = token_outputs(model, sequences, asked, temperature, share)
     elif model.kind == "value":
-        found = {"value": token_values(model, sequences)}
+        found = {"value": token_values(model, sequences, share)}
     else:
-        found = _reward_outputs(model, sequences, wanted)
+        found = _reward_outputs(model, sequences, wanted, share)
     home = sequences.tokens.flat.device
     return Outputs(**{name: x.to(home) for name, x in found.items()})
 
 
-def _reward_outputs(model: ScalarModel, sequences: Sequences, wanted: Collection[str]) -> dict[str, Tensor]:
+def _reward_outputs(
+    model: ScalarModel, sequences: Sequences, wanted: Collection[str], share: bool
+) -> dict[str, Tensor]:
     """Both kinds of score from one pass through the trunk, but where pooled states are remembered."""
     if "token_score" not in wanted:
-        return {"score": sequence_scores(model, sequences)}
+        return {"score": sequence_scores(model, sequences, share)}
     if "score" not in wanted:
-        return {"token_score": token_scores(model, sequences)}
+        return {"token_score": token_scores(model, sequences, share)}
     if model.features is not None:
-        return {"score": sequence_scores(model, sequences), "token_score": token_scores(model, sequences)}
-    states = model.trunk.states(sequences.tokens)
-    home, lens_B = states.hidden.device, sequences.tokens.lens
-    pooled_BH = model.pooled(states, lens_B.to(home), sequences.prompt_lens.to(home))
+        return {"score": sequence_scores(model, sequences), "token_score": token_scores(model, sequences, share)}
+    states = hidden_states(model, sequences, share)
     per_token = states.read(sequences.response_index(), lambda hidden_rH, _: model.scalars(hidden_rH))
-    return {"score": model.scalars(pooled_BH), "token_score": per_token}
+    return {"score": model.scalars(_pooled(model, states, sequences)), "token_score": per_token}

@@ -1,5 +1,7 @@
 """A check at load time that packing changes nothing: packed against one by one, on random tokens.
 
+So is a row in which two sequences share a prompt, where the model will run such rows.
+
 A layer that mixes tokens outside attention (a convolution, a state space, a scan) or that ignores the positions it is
 given leaks from one packed segment into the next without an error; the numbers are plausible and wrong.
 """
@@ -16,8 +18,16 @@ from transformers import PreTrainedModel
 from tutelage.errors import ModelError
 from tutelage.models.attention import NAME, register
 from tutelage.models.paths import max_positions
-from tutelage.models.trunk import Trunk, embedding_matrix, one_by_one_hidden, packed_hidden, padded_hidden
-from tutelage.types import Ragged
+from tutelage.models.prefix import shared_row
+from tutelage.models.trunk import (
+    Trunk,
+    embedding_matrix,
+    one_by_one_hidden,
+    packed_hidden,
+    padded_hidden,
+    shared_hidden,
+)
+from tutelage.types import Ragged, Sequences
 
 TOLERANCE = 1e-4
 """Of the norm of the difference of a token's hidden states, relative to their norm; float32 rounding is about 1e-6."""
@@ -39,8 +49,12 @@ def choose_layout(model: PreTrainedModel) -> Trunk:
         with torch.no_grad():
             expected = one_by_one_hidden(model, tokens)
             causal = _is_causal(model, tokens, expected)
+            shared = _with_one_prompt(tokens)
+            expected_shared = one_by_one_hidden(model, shared.tokens)
             model.set_attn_implementation(NAME)
             problem = _difference(packed_hidden, model, tokens, expected)
+            if problem is None and Trunk(model, "packed", causal).shares_prompts:
+                problem = _difference(lambda model, _: _shared(model, shared), model, shared.tokens, expected_shared)
             if problem is None:
                 return Trunk(model, "packed", causal)
             worse: str | None = None
@@ -102,6 +116,22 @@ def _tokens(model: PreTrainedModel) -> Ragged:
     if pad is not None and vocabulary > 1:
         flat[flat == pad] = (pad + 1) % vocabulary
     return Ragged(flat, torch.tensor(lens)).to(next(model.parameters()).device)
+
+
+def _with_one_prompt(tokens: Ragged) -> Sequences:
+    """Two sequences as long as the longest row: its first tokens, and other last ones."""
+    first, second = tokens.rows()[2].tolist(), tokens.rows()[1].tolist()
+    last = min(3, len(first) - 1)
+    sequences = Sequences.build([first[:-last]] * 2, [first[-last:], second[:last]])
+    return sequences.to(tokens.flat.device)
+
+
+def _shared(model: PreTrainedModel, sequences: Sequences) -> Tensor:
+    row = shared_row(sequences)
+    if row is None:  # the model's context is too short for a prompt that is worth sharing
+        return packed_hidden(model, sequences.tokens)
+    row = row.to(sequences.tokens.flat.device)
+    return shared_hidden(model, row)[row.index]
 
 
 def _is_causal(model: PreTrainedModel, tokens: Ragged, expected: Tensor) -> bool:

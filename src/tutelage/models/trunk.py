@@ -1,6 +1,7 @@
 """The transformer below any head, run over sequences of different length without padding between them.
 
-Shapes: B sequences, S tokens of the longest, N flat tokens, n tokens of one rank, H hidden, R positions, r of one rank.
+Shapes: B sequences, S tokens of the longest, N flat tokens, M of a row that shares prompts, n of one rank, H hidden,
+R positions, r of one rank.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from transformers import PreTrainedModel
 from tutelage.errors import ModelError, ShapeError
 from tutelage.models.parallel.tokens import TokenCut, TokenParallel, sequence_obstacle
 from tutelage.models.paths import max_positions, position_offset
-from tutelage.types import Ragged, valid_mask
+from tutelage.models.prefix import SharedRow, attention_alone, shared_row
+from tutelage.types import Ragged, Sequences, valid_mask
 
 Layout = Literal["packed", "padded"]
 
@@ -56,6 +58,13 @@ class Trunk:
         return next(self.model.parameters()).device
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether sequences may share the states of a common prompt, exactly: all that tokens meet in is causal
+        attention, over a row that this rank computes whole."""
+        whole = self.layout == "packed" and self.causal and self.tokens is None
+        return whole and attention_alone(self.model.config)
+
+    @property
     def hidden_size(self) -> int:
         return embedding_matrix(self.model).shape[1]
 
@@ -80,6 +89,18 @@ class Trunk:
             packed_hidden(self.model, tokens) if self.layout == "packed" else padded_hidden(self.model, tokens)
         )
 
+    def shared_states(self, sequences: Sequences) -> States:
+        """As `states`, read at the same positions; a prompt that several sequences have is computed once.
+
+        The same as `states` where there is none, and where none may be shared (`shares_prompts`).
+        """
+        self.check(sequences.tokens)
+        row = shared_row(sequences) if self.shares_prompts else None
+        if row is None:
+            return self.states(sequences.tokens)
+        row = row.to(self.device)
+        return States(shared_hidden(self.model, row), index=row.index)
+
     def check(self, tokens: Ragged) -> None:
         if len(tokens) == 0 or int(tokens.lens.min()) == 0:
             raise ShapeError(
@@ -99,12 +120,15 @@ class Trunk:
 class States:
     """Hidden states (N, H) of a row; where it is cut over ranks, (n, H) of the tokens here.
 
+    index  (N,) where the state of each of N tokens is among fewer, (M, H), that share prompts; None: they are in order.
+
     What is read comes back whole on every rank, with gradient to wherever the states are.  Only results travel between
     ranks, never hidden states of single tokens, unless these are the result.
     """
 
     hidden: Tensor
     cut: TokenCut | None = None
+    index: Tensor | None = None
 
     def read(self, index_R: Tensor, function: Callable[[Tensor, Tensor | slice], Tensor]) -> Tensor:
         """(R, ...): function(hidden_rH, pick) at the positions `index_R` of the row.
@@ -113,7 +137,7 @@ class States:
         indexes what belongs to them); returns (r, ...).
         """
         if self.cut is None:
-            return function(self.hidden[index_R.to(self.hidden.device)], slice(None))
+            return function(self.hidden[self._place(index_R)], slice(None))
         place_r, pick_r = self.cut.local(index_R)
         found = function(self.hidden[place_r], pick_r)
         whole = found.new_zeros((index_R.shape[0], *found.shape[1:])).index_add(0, pick_r, found)
@@ -123,12 +147,17 @@ class States:
         """(count, H) in float32: the states at positions `index_R`, added up by the row that each belongs to."""
         rows_R = rows_R.to(self.hidden.device)
         if self.cut is None:
-            wide_RH = self.hidden[index_R.to(self.hidden.device)].float()
+            wide_RH = self.hidden[self._place(index_R)].float()
             return wide_RH.new_zeros(count, wide_RH.shape[1]).index_add(0, rows_R, wide_RH)
         place_r, pick_r = self.cut.local(index_R)
         wide_rH = self.hidden[place_r].float()
         part = wide_rH.new_zeros(count, wide_rH.shape[1]).index_add(0, rows_R[pick_r], wide_rH)
         return self.cut.parallel.total(part)
+
+    def _place(self, index_R: Tensor) -> Tensor:
+        """(R,) rows of `hidden` of these positions."""
+        index_R = index_R.to(self.hidden.device)
+        return index_R if self.index is None else self.index[index_R]
 
 
 def embedding_matrix(model: PreTrainedModel) -> Tensor:
@@ -148,6 +177,17 @@ def packed_hidden(model: PreTrainedModel, tokens: Ragged) -> Tensor:
         input_ids=tokens.flat[None],
         position_ids=_positions(model, tokens)[None],
         cu_seq_lens_q=tokens.offsets().to(torch.int32),
+        **_no_cache(model),
+    )
+    return out.last_hidden_state[0]
+
+
+def shared_hidden(model: PreTrainedModel, row: SharedRow) -> Tensor:
+    """(M, H): as `packed_hidden`, of the tokens of a row that shares prompts; token t of N is at `row.index[t]`."""
+    out = model(
+        input_ids=row.flat[None],
+        position_ids=row.positions[None] + position_offset(model.config),
+        shared_prompts=row.segments,
         **_no_cache(model),
     )
     return out.last_hidden_state[0]
