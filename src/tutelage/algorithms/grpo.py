@@ -23,10 +23,11 @@ from tutelage.algorithms.policy import (
     reference_stats,
     sampling_stats,
     sequence_kl_of,
+    update_has_old_logprobs,
     updates_of,
     with_old_logprobs,
 )
-from tutelage.algorithms.rollout_stats import scored_rows
+from tutelage.algorithms.rollout_stats import rollout_stats, scored_rows
 from tutelage.config.grpo import GRPOConfig, grouped
 from tutelage.errors import ConfigError, closest
 from tutelage.math.group_advantages import (
@@ -74,6 +75,14 @@ def roles_needed(cfg: GRPOConfig) -> tuple[str, ...]:
     return ROLES if cfg.kl.coef > 0 else ("actor", "reward")
 
 
+def reuses_old_logprobs(cfg: GRPOConfig) -> bool:
+    """Whether no pass infers old logprobs, since the step's update computes them (`policy.update_has_old_logprobs`) and
+    no estimator reads them: of the built-in ones `optimal_token_baseline` does, and one of the user's own may.
+    """
+    reads_them = cfg.grpo.estimator not in ESTIMATORS or cfg.grpo.estimator == "optimal_token_baseline"
+    return update_has_old_logprobs(cfg) and not reads_them
+
+
 def collect(prompts: Any, roles: Any, cfg: GRPOConfig) -> Any:
     """Prompts -> scored rollouts; works on any part of a batch that keeps a prompt's responses together."""
     return infer(generate(prompts, roles, cfg), roles, cfg)
@@ -91,8 +100,11 @@ def generate(prompts: Any, roles: Any, cfg: GRPOConfig) -> Any:
 
 
 def infer(rollout: Any, roles: Any, cfg: GRPOConfig) -> Any:
-    """Every inference pass, under the weights of the moment: old logprobs, reference logprobs, scores."""
-    columns = {"old_logp": roles.actor.logprobs(rollout), "score": roles.reward.score(rollout)}
+    """Every inference pass, under the weights of the moment: old logprobs unless the update computes them, reference
+    logprobs, scores.
+    """
+    columns = {} if reuses_old_logprobs(cfg) else {"old_logp": roles.actor.logprobs(rollout)}
+    columns["score"] = roles.reward.score(rollout)
     if "reference" in roles_needed(cfg):
         columns["ref_logp"] = roles.reference.logprobs(rollout)
     if cfg.grpo.estimator == "optimal_token_baseline":
@@ -109,7 +121,7 @@ def advantages(batch: Rollout, state: PolicyState, cfg: GRPOConfig) -> tuple[Rol
     stats = score_stats(batch, cfg, scored_B)
     scale, kl, cost_BT = 1.0, state.kl, torch.zeros_like(mask_BT, dtype=torch.float32)
     if batch.ref_logp is not None:
-        kl_B = sequence_kl_of(batch)
+        kl_B = sequence_kl_of(batch, batch.rollout_logp if reuses_old_logprobs(cfg) else None)
         scale = budget_scale(float(kl_B.mean()), cfg)
         if cfg.kl.placement == "reward":
             penalty = KL_ESTIMATORS[cfg.kl.estimator]
@@ -121,7 +133,9 @@ def advantages(batch: Rollout, state: PolicyState, cfg: GRPOConfig) -> tuple[Rol
 
     inputs = inputs_of(batch, cfg, scored_B, shaping_B, cost_BT)
     found = estimate(inputs, estimator_of(cfg), scored_B, grouped=grouped(cfg.grpo.estimator))
-    signal_BT, off_policy = corrected(found.advantage, batch, cfg)
+    signal_BT, off_policy = (
+        (found.advantage, {}) if reuses_old_logprobs(cfg) else corrected(found.advantage, batch, cfg)
+    )
     counted_B = found.counted & batch.finished if cfg.grpo.overlong_filtering else found.counted
     scored = batch.adding(
         advantage=Ragged.from_padded(signal_BT * scale, batch.sequences.response_lens), counted=counted_B, baseline=None
@@ -134,7 +148,8 @@ def advantages(batch: Rollout, state: PolicyState, cfg: GRPOConfig) -> tuple[Rol
 def learn(batch: Any, roles: Any, cfg: GRPOConfig, state: PolicyState) -> list[dict[str, Any]]:
     """Updates by the policy loss: `epochs` passes over the batch, each in `minibatches` parts."""
     updates = enumerate(updates_of(batch, cfg, state.step))
-    return [roles.update(mb, actor=actor_loss(cfg, state, mb, k)) for k, mb in updates]
+    own_old = reuses_old_logprobs(cfg)
+    return [roles.update(mb, actor=actor_loss(cfg, state, mb, k, own_old=own_old)) for k, mb in updates]
 
 
 # ---- what an estimator is given
@@ -199,7 +214,7 @@ def inputs_of(batch: Rollout, cfg: GRPOConfig, scored_B: Tensor, shaping_B: Tens
         weights=torch.tensor(score.weights if score.weights else [1.0] * len(score.names)),
         shaping=added_B,
         baseline=None if batch.baseline is None else batch.baseline.total[batch.group],
-        old_logp=batch.column("old_logp").padded(),
+        old_logp=None if reuses_old_logprobs(cfg) else batch.column("old_logp").padded(),
         log_collision=None if batch.log_collision is None else batch.log_collision.padded(),
         scale=cfg.grpo.scale_rewards,
         eps=cfg.grpo.std_eps,
@@ -247,8 +262,8 @@ def generated_stats(batch: Rollout, cfg: GRPOConfig) -> Stats:
 
 
 def score_stats(batch: Rollout, cfg: GRPOConfig, scored_B: Tensor) -> Stats:
-    """`sampling_stats`, with what overlong responses lose."""
-    stats = sampling_stats(batch, scored_B)
+    """`sampling_stats`, without what an update says itself, and what overlong responses lose."""
+    stats = (rollout_stats if reuses_old_logprobs(cfg) else sampling_stats)(batch, scored_B)
     if cfg.grpo.overlong_buffer:
         stats["reward/overlong_penalty"] = Stat.of(overlong_penalty(batch, cfg))
     return stats

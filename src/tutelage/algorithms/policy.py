@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutelage.algorithms.mismatch import mismatch_stats, update_mismatch
 from tutelage.algorithms.rollout_stats import rollout_stats
 from tutelage.config.generating import PolicyGradientConfig
 from tutelage.config.rollouts import PolicySettings
 from tutelage.errors import ConfigError, ShapeError, closest
 from tutelage.math.entropy_control import AdaptiveEntropy, entropy_control_from_state
-from tutelage.math.importance import Mismatch, chi_squared, effective_sample_size, importance_weights, mismatch_of
+from tutelage.math.importance import effective_sample_size, importance_weights, mismatch_of
 from tutelage.math.keyed import keyed_permutation, keyed_uniform, sample_key
 from tutelage.math.kl import KL_ESTIMATORS, kl_loss
 from tutelage.math.kl_control import AdaptiveKL, FixedKL, KLController, kl_controller_from_state
@@ -103,11 +104,14 @@ class PolicyLoss:
     """Policy loss, entropy bonus, and the KL term where the recipe puts it into the loss; an item is a token.
 
     entropy_coef: None: the recipe's.
+    own_old: the old logprobs are those of this very update: the ratio is 1, and its gradient that of the logprob.  How
+             far the sampler's are from them is then a statistic of the loss.
     """
 
     cfg: PolicyGradientConfig
     kl_coef: float
     entropy_coef: float | None = None
+    own_old: bool = False
 
     @property
     def outputs(self) -> frozenset[str]:
@@ -119,10 +123,17 @@ class PolicyLoss:
     def items(self, out: Outputs, batch: Rollout) -> tuple[Tensor, Stats]:
         assert out.logp is not None
         mask, lens = counted_tokens(batch), batch.sequences.response_lens
-        old_logp, advantage = batch.column("old_logp").flat, batch.column("advantage").flat
+        old_logp, advantage = self.old_logprobs(out, batch), batch.column("advantage").flat
         columns = (Ragged(column, lens).padded() for column in (out.logp, old_logp, advantage, mask))
         terms_BT = self.terms(*columns)
         return self.with_bonuses(flat_terms(terms_BT, lens), out, batch)
+
+    def old_logprobs(self, out: Outputs, batch: Rollout) -> Tensor:
+        """(R,) without gradient.  Raises ShapeError where the batch has none and the update's own are not meant."""
+        if not self.own_old:
+            return batch.column("old_logp").flat
+        assert out.logp is not None
+        return out.logp.detach()
 
     def terms(
         self, logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, *order_BT: Tensor
@@ -162,10 +173,12 @@ class PolicyLoss:
         if terms.selected is not None:
             stats["cov_selected_fraction"] = Stat.of(terms.selected, mask)
         if self.cfg.kl.placement == "loss" and batch.ref_logp is not None:
-            old_logp = batch.column("old_logp").flat
+            old_logp = self.old_logprobs(out, batch)
             term = kl_loss(self.cfg.kl.estimator, out.logp, batch.ref_logp.flat, old_logp=old_logp)
             loss = loss + self.kl_coef * term
             stats["kl_loss"] = Stat.of(term, mask)
+        if self.own_old:
+            stats |= update_mismatch(out.logp, batch.rollout_logp.flat, mask)
         return loss, stats
 
 
@@ -224,10 +237,10 @@ class CoupledPolicyLoss:
 
 
 def actor_loss(
-    cfg: PolicyGradientConfig, state: PolicyState, minibatch: Any, number: int
+    cfg: PolicyGradientConfig, state: PolicyState, minibatch: Any, number: int, *, own_old: bool = False
 ) -> PolicyLoss | CoupledPolicyLoss:
-    """The loss of one update of the policy.  number: of the mini-batch in its step."""
-    loss = PolicyLoss(cfg, state.kl.coef, None if state.entropy is None else state.entropy.coef)
+    """The loss of one update of the policy.  number: of the mini-batch in its step.  own_old: as `PolicyLoss`."""
+    loss = PolicyLoss(cfg, state.kl.coef, None if state.entropy is None else state.entropy.coef, own_old)
     if cfg.policy_loss.kind not in COUPLED_POLICY_LOSSES:
         return loss
     # a mini-batch of a recorded step holds no data
@@ -288,7 +301,28 @@ def counted_weights(batch: Rollout, aggregation: str, horizon: int) -> Ragged:
 
 def with_old_logprobs(batch: Rollout, cfg: PolicyGradientConfig) -> Rollout:
     """The batch with the old logprobs of the recipe: the trainer's, as inferred, or the sampler's own."""
-    return batch if cfg.off_policy.old_logprobs == "trainer" else batch.adding(old_logp=batch.rollout_logp)
+    return batch.adding(old_logp=batch.rollout_logp) if cfg.off_policy.old_logprobs == "rollout" else batch
+
+
+def update_has_old_logprobs(cfg: PolicyGradientConfig) -> bool:
+    """Whether the forward pass of a step's update computes the old logprobs, and nothing needs them before it.
+
+    One update in a synchronous step: its weights are those of before any update.  Needed before are they by a KL in the
+    reward, a correction for the sampler, and what acts on the sequence KL (adaptive coefficient, budget that is not
+    just told).  A loss over the whole mini-batch, which goes through the logprobs twice, infers them too.
+    """
+    settings, own, kl = settings_of(cfg), cfg.off_policy, cfg.kl
+    return (
+        own.old_logprobs == "auto"
+        and settings.epochs * settings.minibatches == 1
+        and cfg.schedule.kind == "synchronous"
+        and cfg.policy_loss.kind not in COUPLED_POLICY_LOSSES
+        and own.correction == "none"
+        and own.veto is None
+        and (kl.coef == 0 or kl.placement == "loss")
+        and kl.controller == "fixed"
+        and (kl.budget is None or kl.on_budget == "warn")
+    )
 
 
 def corrected(advantage_BT: Tensor, batch: Rollout, cfg: PolicyGradientConfig) -> tuple[Tensor, Stats]:
@@ -322,30 +356,15 @@ def corrected(advantage_BT: Tensor, batch: Rollout, cfg: PolicyGradientConfig) -
     }
 
 
-def mismatch_stats(apart: Mismatch, mask_BT: Tensor) -> Stats:
-    """Of tokens, or of responses where the name says so."""
-    ratio, sequence_ratio = apart.ratio[mask_BT], apart.log_ratio[apart.filled].exp()
-    return {
-        "mismatch/kl_k1": Stat.of(apart.kl_k1, mask_BT),
-        "mismatch/kl_k3": Stat.of(apart.kl_k3, mask_BT),
-        "mismatch/perplexity_ratio": Stat.of(apart.perplexity_ratio, apart.filled),
-        "mismatch/ratio_min": Stat(float(ratio.min()) if len(ratio) else 1.0, 1),
-        "mismatch/ratio_max": Stat(float(ratio.max()) if len(ratio) else 1.0, 1),
-        "mismatch/chi2_token": Stat(chi_squared(ratio), 1),
-        "mismatch/chi2_sequence": Stat(chi_squared(sequence_ratio), 1),
-        "mismatch/ess_token": Stat(effective_sample_size(ratio), 1),
-        "mismatch/ess_sequence": Stat(effective_sample_size(sequence_ratio), 1),
-    }
-
-
 def masked_row_sum(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """(B,) sum over the tokens with mask 1; what lies under mask 0 is never read."""
     return torch.where(mask_BT, x_BT, 0.0).sum(dim=1)
 
 
-def sequence_kl_of(batch: Rollout) -> Tensor:
-    """(B,) k1 of old against reference logprobs, summed over the trained tokens; nats."""
-    k1 = KL_ESTIMATORS["k1"](batch.column("old_logp").padded(), batch.column("ref_logp").padded())
+def sequence_kl_of(batch: Rollout, logp: Ragged | None = None) -> Tensor:
+    """(B,) k1 of old against reference logprobs, summed over the trained tokens; nats.  logp: in place of the old."""
+    logp = batch.column("old_logp") if logp is None else logp
+    k1 = KL_ESTIMATORS["k1"](logp.padded(), batch.column("ref_logp").padded())
     return masked_row_sum(k1, batch.sequences.trained.padded())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from tutelage.errors import TrainingError
 from tutelage.models.sharding import by_mesh, placed
 
 BETAS = (0.9, 0.999)
+FUSED_ON = frozenset({"cpu", "cuda"})
+"""Devices where torch updates a weight and its moments in one kernel."""
 
 
 def learning_rate(cfg: OptimConfig, update: int, total: int) -> float:
@@ -42,6 +44,7 @@ def make_optimizer(cfg: OptimConfig, masters: Mapping[str, nn.Parameter]) -> tor
     """AdamW (Loshchilov and Hutter 2019) over the master weights; vectors (biases, norms) are not decayed.
 
     Weights that are spread over different meshes are in groups of their own: torch updates a group in one operation.
+    Each weight is read and written once and nothing of its size is made besides, where one kernel does it all (fused).
     """
     groups = []
     for decay, chosen in (
@@ -49,7 +52,13 @@ def make_optimizer(cfg: OptimConfig, masters: Mapping[str, nn.Parameter]) -> tor
         (0.0, [p for p in masters.values() if p.ndim < 2]),
     ):
         groups += [{"params": same, "weight_decay": decay} for same in by_mesh(chosen)]
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=BETAS, eps=cfg.eps)
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=BETAS, eps=cfg.eps, **_kernel(masters.values()))
+
+
+def _kernel(weights: Iterable[Tensor]) -> dict[str, bool]:
+    """How torch is to run the update: in one kernel where it has one, else as torch itself chooses."""
+    fused = all(x.dtype == torch.float32 and x.device.type in FUSED_ON for x in weights)
+    return {"fused": True} if fused else {}
 
 
 def moments(optimizer: torch.optim.AdamW, masters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
@@ -65,6 +74,13 @@ def load_moments(
     for name, values in saved.items():
         parameter = masters[name]
         optimizer.state[parameter] = {
-            key: value.clone() if key == "step" else placed(value.to(parameter.device, copy=True), parameter)
+            key: _count(value, parameter, optimizer)
+            if key == "step"
+            else placed(value.to(parameter.device, copy=True), parameter)
             for key, value in values.items()
         }
+
+
+def _count(saved: Tensor, parameter: Tensor, optimizer: torch.optim.AdamW) -> Tensor:
+    """The number of updates, a copy: a fused kernel reads it where the weight is, any other on the host."""
+    return saved.to(parameter.device if optimizer.defaults["fused"] else "cpu", copy=True)

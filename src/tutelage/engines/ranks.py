@@ -266,6 +266,8 @@ def gradient_norm(weights: Iterable[nn.Parameter]) -> Tensor:
 
 
 def clip(weights: Iterable[nn.Parameter], limit: float, norm: Tensor) -> None:
-    """Scale all gradients by min(1, limit / (norm + 1e-6)), in place."""
+    """Scale all gradients by min(1, limit / (norm + 1e-6)), in place; gradients within the limit are not touched."""
+    if bool(limit / (norm + 1e-6) >= 1.0):
+        return
     for group in by_mesh([weight for weight in weights if weight.grad is not None]):
         torch.nn.utils.clip_grads_with_norm_(group, limit, norm)

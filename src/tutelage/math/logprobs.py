@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tutelage.errors import ConfigError, ShapeError
+from tutelage.math.linear_head import LinearHead, linear_outputs
 from tutelage.math.masking import at_least_float32
 
 
@@ -86,6 +87,8 @@ class Asked:
 
 
 LOGPROB_ALONE = Asked()
+CHUNK_BYTES = 256 << 20
+"""Of the logits that are alive at once, where the head is one matrix."""
 
 
 def distribution_outputs(logp_NV: Tensor, targets_N: Tensor, asked: Asked) -> dict[str, Tensor]:
@@ -123,24 +126,54 @@ def head_outputs(
     *,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> dict[str, Tensor]:
-    """`distribution_outputs` under head(hidden) / temperature, without ever holding (N, V) logits.
+    """`distribution_outputs` under head(hidden) / temperature, without holding more than a bound of (N, V) logits.
 
-    The head runs on `chunk_tokens` rows at a time. Where gradients are recorded, each chunk's logits are dropped after
-    the forward pass and computed again in the backward pass: at most one chunk of logits, (chunk_tokens, V), is alive
-    at any moment, for one more evaluation of the head. logp, entropy and candidate_logp carry gradient to the hidden
-    states and to whatever the head holds, equal to the gradients of the unchunked computation.
+    A head that is one matrix (`linear_head.LinearHead`), asked for logp and entropy: `linear_head.linear_outputs`, with
+    one buffer of at most `chunk_bytes`, and three products of the head instead of four where all logits fit into it.
+
+    Any other head runs on `chunk_tokens` rows at a time. Where gradients are recorded, each chunk's logits are dropped
+    after the forward pass and computed again in the backward pass: at most one chunk of logits, (chunk_tokens, V), is
+    alive at any moment, for one more evaluation of the head. logp, entropy and candidate_logp carry gradient to the
+    hidden states and to whatever the head holds, equal to the gradients of the unchunked computation.
 
     The head is called with (n, H), n <= chunk_tokens, and returns (n, V); also once with n = 0 when N is 0, so that its
-    parameters stay part of the graph. Values are in nats. Raises ConfigError for a temperature that is not above 0 or a
-    chunk below 1 token, ShapeError when shapes do not fit.
+    parameters stay part of the graph. Values are in nats. Raises ConfigError for a temperature that is not above 0, a
+    chunk below 1 token or 1 byte, ShapeError when shapes do not fit.
     """
     require_temperature(temperature)
+    require_chunks(hidden_NH, targets_N, chunk_tokens)
+    if chunk_bytes < 1:
+        raise ConfigError(f"chunk_bytes is {chunk_bytes}", fix=f"use at least 1 byte; {CHUNK_BYTES} is the default")
+    plain = head.linear() if isinstance(head, LinearHead) else None
+    if plain is not None and asked.candidates is None and not (asked.log_collision or asked.top):
+        weight_VH, bias_V = plain
+        return linear_outputs(
+            hidden_NH,
+            targets_N,
+            weight_VH,
+            bias_V,
+            entropy=asked.entropy,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            chunk_bytes=chunk_bytes,
+        )
 
     def of_chunk(hidden_nH: Tensor, targets_n: Tensor, asked_n: Asked) -> dict[str, Tensor]:
         return distribution_outputs(scaled_log_softmax(head(hidden_nH), temperature), targets_n, asked_n)
 
     return in_chunks(of_chunk, hidden_NH, targets_N, asked, chunk_tokens)
+
+
+def require_chunks(hidden_NH: Tensor, targets_N: Tensor, chunk_tokens: int) -> None:
+    if chunk_tokens < 1:
+        raise ConfigError(f"chunk_tokens is {chunk_tokens}", fix="use at least 1 token; 1024 is the default")
+    if hidden_NH.dim() != 2 or targets_N.shape != hidden_NH.shape[:1]:
+        raise ShapeError(
+            f"hidden {tuple(hidden_NH.shape)} does not fit targets {tuple(targets_N.shape)}",
+            fix="pass hidden states (N, H) and targets (N,)",
+        )
 
 
 OfChunk = Callable[[Tensor, Tensor, Asked], dict[str, Tensor]]
@@ -153,13 +186,7 @@ def in_chunks(
 
     Raises ConfigError for a chunk below 1 token, ShapeError when shapes do not fit.
     """
-    if chunk_tokens < 1:
-        raise ConfigError(f"chunk_tokens is {chunk_tokens}", fix="use at least 1 token; 1024 is the default")
-    if hidden_NH.dim() != 2 or targets_N.shape != hidden_NH.shape[:1]:
-        raise ShapeError(
-            f"hidden {tuple(hidden_NH.shape)} does not fit targets {tuple(targets_N.shape)}",
-            fix="pass hidden states (N, H) and targets (N,)",
-        )
+    require_chunks(hidden_NH, targets_N, chunk_tokens)
     candidates_NC = asked.candidates
     if candidates_NC is not None and (candidates_NC.dim() != 2 or candidates_NC.shape[0] != targets_N.shape[0]):
         raise ShapeError(

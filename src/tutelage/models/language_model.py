@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tutelage.errors import ModelError
@@ -48,7 +49,7 @@ class LanguageModel:
         self.tokenizer = tokenizer
         self.masters = masters
         self.adapted = adapted
-        self.logits = logits_function(model)
+        self.logits: Callable[[Tensor], Tensor] = logits_function(model)
         self.vocabulary: VocabularyParallel | None = None
 
     @property
@@ -113,26 +114,54 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     return backbone
 
 
-def logits_function(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+@dataclass(frozen=True, eq=False)
+class OutputLayer:
     """hidden (n, H) -> logits (n, V) of the architecture: its output layer, then its scale, then its soft cap.
 
-    Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, Gemma 2 maps logits to
-    c tanh(logits / c) with c = `final_logit_softcapping`.
+    Cohere multiplies by `scale`, Granite divides by `divisor`, Gemma 2 maps logits to c tanh(logits / c), c = `cap`.
+    """
+
+    head: nn.Module
+    scale: float | None = None
+    divisor: float | None = None
+    cap: float | None = None
+
+    def __call__(self, hidden_nH: Tensor) -> Tensor:
+        out_nV: Tensor = self.head(hidden_nH)
+        if self.scale is not None:
+            out_nV = out_nV * self.scale
+        if self.divisor is not None:
+            out_nV = out_nV / self.divisor
+        return out_nV if self.cap is None else self.cap * torch.tanh(out_nV / self.cap)
+
+    def linear(self) -> tuple[Tensor, Tensor | None] | None:
+        """As `math.linear_head.LinearHead`.
+
+        None with a scale or a cap, with a layer of another class or with a hook, which would be passed over, and while
+        its weights are not whole on this rank.
+        """
+        head = self.head
+        if (self.scale, self.divisor, self.cap) != (None, None, None) or type(head) is not nn.Linear:
+            return None
+        hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
+        if any(hooks) or "forward" in vars(head):
+            return None
+        tensors = [head.weight] if head.bias is None else [head.weight, head.bias]
+        return (head.weight, head.bias) if all(type(x) in (Tensor, nn.Parameter) for x in tensors) else None
+
+
+def logits_function(model: PreTrainedModel) -> OutputLayer:
+    """The output layer of the architecture, with what its configuration puts after it.
+
+    Raises ModelError where there is none.
     """
     head = model.get_output_embeddings()
     if head is None:
         raise ModelError(f"{type(model).__name__} has no output layer", fix="use a causal language model")
     config = model.config
-    scale = getattr(config, "logit_scale", None)
-    divisor = getattr(config, "logits_scaling", None)
-    cap = getattr(config, "final_logit_softcapping", None)
-
-    def logits(hidden_nH: Tensor) -> Tensor:
-        out_nV = head(hidden_nH)
-        if scale is not None:
-            out_nV = out_nV * scale
-        if divisor is not None:
-            out_nV = out_nV / divisor
-        return out_nV if cap is None else cap * torch.tanh(out_nV / cap)
-
-    return logits
+    return OutputLayer(
+        head,
+        getattr(config, "logit_scale", None),
+        getattr(config, "logits_scaling", None),
+        getattr(config, "final_logit_softcapping", None),
+    )

@@ -36,7 +36,8 @@ class MasterWeights:
         for name, parameter in module.named_parameters():
             cast = dtype != torch.float32 and name.split(".")[0] not in keep
             if parameter.requires_grad:
-                self.masters[name] = nn.Parameter(parameter.detach().clone()) if cast else parameter
+                # the master takes over the float32 values, and the module's parameter gets others below
+                self.masters[name] = nn.Parameter(parameter.data) if cast else parameter
             if cast:
                 parameter.data = parameter.data.to(dtype)
             if cast and parameter.requires_grad:
