@@ -10,9 +10,13 @@ from tutelage.models.heads import ScalarModel
 from tutelage.models.load import value_from
 
 
-def build_critic(kit: Kit) -> tuple[ModelEngine, str]:
-    """The critic's engine and a note that says where it started.  Raises ModelError for `reward` where it cannot."""
-    model, note = starting_point(kit)
+def build_critic(kit: Kit) -> tuple[ModelEngine, str | None]:
+    """The critic's engine and a note that says where it started; None where it was noted before.
+
+    Raises ModelError for `reward` where it cannot.
+    """
+    model, note = starting_point(kit) if kit.shared is None else (kit.shared.critic, None)
+    assert model is not None, "a shared base has a critic where the stage has one"
     optim = kit.cfg.optim.model_copy(update={"lr": kit.cfg.critic.lr or kit.cfg.optim.lr})
     return kit.engine("critic", model, optim), note
 
@@ -22,19 +26,29 @@ def starting_point(kit: Kit) -> tuple[ScalarModel, str]:
     if wanted not in ("auto", "reward", "policy"):
         return _loaded(kit, wanted), f"critic starts from {wanted}"
     reward = None if cfg.reward.model is None or wanted == "policy" else load_reward_model(kit, "critic")
-    obstacle = "there is no reward model" if reward is None else reward.critic_obstacle(kit.template.tokenizer)
-    if obstacle is None and reward_mixed(kit):
-        obstacle = "the reward is not the reward model's score alone, so its head would start on another scale"
-    if wanted == "reward" and obstacle is not None:
-        raise ModelError(
-            f"critic.init is reward, but the critic cannot start there: {obstacle}",
-            fix="set critic.init=policy or auto",
-        )
+    obstacle = critic_obstacle(kit, reward)
+    require_start(wanted, obstacle)
     if wanted != "policy" and obstacle is None:
         assert reward is not None
         return _from(kit, reward, cfg.reward.model), "critic starts from the reward model, head included"
     why = f" ({obstacle})" if wanted == "auto" else ""
     return _from(kit, None, cfg.model.path), f"critic starts from the policy with a new head{why}"
+
+
+def critic_obstacle(kit: Kit, reward: ScalarModel | None) -> str | None:
+    """Why the critic cannot start from the run's reward model, or None where it can."""
+    obstacle = "there is no reward model" if reward is None else reward.critic_obstacle(kit.template.tokenizer)
+    if obstacle is None and reward_mixed(kit):
+        return "the reward is not the reward model's score alone, so its head would start on another scale"
+    return obstacle
+
+
+def require_start(wanted: str, obstacle: str | None) -> None:
+    if wanted == "reward" and obstacle is not None:
+        raise ModelError(
+            f"critic.init is reward, but the critic cannot start there: {obstacle}",
+            fix="set critic.init=policy or auto",
+        )
 
 
 def reward_mixed(kit: Kit) -> bool:

@@ -6,7 +6,7 @@ the run and a few numbers, nothing that was loaded elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,6 +25,7 @@ from tutelage.models.heads import Kind, ScalarModel
 from tutelage.models.language_model import LanguageModel
 from tutelage.models.load import load_causal_lm, load_scalar_model
 from tutelage.models.sharding import Sharding
+from tutelage.models.shared_base import SharedModels
 from tutelage.roles.learner import Exporting
 from tutelage.types import Sequences
 
@@ -44,12 +45,18 @@ class Facts:
 
 @dataclass
 class Kit:
-    """Shared by the roles of one process.  names: which roles these are; notes: what was decided while building."""
+    """Shared by the roles of one process.
+
+    names  which roles these are.
+    notes  what was decided while building.
+    share  makes the models that stand on one base, where the recipe has one.
+    """
 
     facts: Facts
     names: tuple[str, ...]
     place: Place
     notes: list[str] = field(default_factory=list)
+    share: Callable[[Kit], SharedModels] | None = None
 
     @property
     def cfg(self) -> Any:
@@ -81,8 +88,17 @@ class Kit:
         return ranks.sharding() if isinstance(ranks, MeshRanks) else None
 
     @cached_property
+    def shared(self) -> SharedModels | None:
+        """The models of this process on one base; None where each has weights of its own, or where none is here."""
+        if self.share is None or not self.cfg.model.shared_base or "actor" not in self.names:
+            return None
+        return self.share(self)
+
+    @cached_property
     def policy(self) -> LanguageModel:
         """The policy that is trained; at the start the model folder's weights."""
+        if self.shared is not None:
+            return self.shared.policy
         return self._policy("actor", self.cfg.model, frozen=False)
 
     def frozen_policy(self, role: str) -> LanguageModel:

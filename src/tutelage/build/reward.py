@@ -62,8 +62,10 @@ def build_reward(kit: Kit) -> BuiltReward:
 
 
 def load_reward_model(kit: Kit, role: str, path: str | None = None) -> ScalarModel:
-    """A reward model (default: `reward.model`) as it was trained, on the ranks of a role."""
+    """A reward model (default: `reward.model`) as it was trained, on the ranks of a role or on the shared base."""
     path = path or kit.cfg.reward.model
+    if kit.shared is not None and path in kit.shared.rewards:
+        return kit.shared.rewards[path]
     tokenizer = load_template(path, None).tokenizer
     settings = ModelConfig(path=path, dtype=kit.cfg.model.dtype)
     return kit.scalar_model(role, settings, "reward", tokenizer=tokenizer, needs_head=True, frozen=True)

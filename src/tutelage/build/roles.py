@@ -14,6 +14,7 @@ from tutelage.build.critic import build_critic
 from tutelage.build.generation import beside_actor, sender
 from tutelage.build.kit import Facts, Kit
 from tutelage.build.reward import STEPS_FILE, build_reward
+from tutelage.build.shared_base import require_shared_base, shared_models
 from tutelage.config import RewardModelConfig
 from tutelage.engines.engine import ModelEngine
 from tutelage.errors import ModelError
@@ -31,14 +32,20 @@ RoleMaker = Callable[[Kit], Any]
 
 @dataclass(frozen=True)
 class StageRoles:
-    """A `layout.RoleBuilder`: picklable, called once in every process of a pool with the roles of that pool."""
+    """A `layout.RoleBuilder`: picklable, called once in every process of a pool with the roles of that pool.
+
+    Raises ConfigError where the recipe wants one base for roles that cannot share it.
+    """
 
     facts: Facts
     makers: dict[str, RoleMaker]
 
+    def __post_init__(self) -> None:
+        require_shared_base(self.facts.cfg, tuple(self.makers))
+
     def __call__(self, names: tuple[str, ...], place: Place) -> Built:
         torch.manual_seed(self.facts.cfg.seed)
-        kit = Kit(self.facts, names, place)
+        kit = Kit(self.facts, names, place, share=shared_models)
         roles = {name: self.makers[name](kit) for name in names}
         return Built(roles, tuple(kit.notes))
 
@@ -77,7 +84,7 @@ def reward(kit: Kit) -> Reward:
 
 def critic(kit: Kit) -> Critic:
     engine, note = build_critic(kit)
-    kit.notes.append(note)
+    kit.notes += [] if note is None else [note]
     return Critic(engine)
 
 

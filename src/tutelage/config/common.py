@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from tutelage.config.cluster import ClusterConfig
 from tutelage.config.schema import OnlyIf, Schema, setting
 
 LORA_ON = OnlyIf("model.lora_rank is above 0", lambda c: c.model.lora_rank > 0)
+SHARES_BASE = OnlyIf(
+    "model.lora_rank is above 0 and the stage has a critic, reward.model or reward.ensemble", lambda c: _can_share(c)
+)
 SEVERAL_CHECKPOINTS = OnlyIf("checkpoint.every is above 0", lambda c: c.checkpoint.every > 0)
 NO_EVAL_FILE = OnlyIf("data.eval is not given", lambda c: c.data.eval is None)
 
@@ -24,6 +27,19 @@ class ModelConfig(Schema):
     gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass: less memory, more time.")
     lora_rank: int = setting(0, "Rank of LoRA adapters on all linear layers; 0 trains the full model.", ge=0, le=1024)
     lora_alpha: float = setting(32.0, "LoRA scale is lora_alpha / lora_rank.", gt=0, only_if=LORA_ON)
+    shared_base: bool = setting(
+        False,
+        "One copy of the frozen weights for actor, reference, critic, and reward models that are adapters on them "
+        "(docs/shared_base.md).",
+        only_if=SHARES_BASE,
+    )
+
+
+def _can_share(config: Any) -> bool:
+    """Whether a run has a second model whose weights could be the policy's base."""
+    reward = getattr(config, "reward", None)
+    another = hasattr(config, "critic") or (reward is not None and bool(reward.model or reward.ensemble))
+    return config.model.lora_rank > 0 and another
 
 
 class PromptDataConfig(Schema):

@@ -11,6 +11,10 @@ from tutelage.config.reward_ensemble import EnsembleConfig
 from tutelage.config.schema import OnlyIf, Schema, setting
 
 HAS_REWARD_MODEL = OnlyIf("reward.model is given", lambda c: c.reward.model is not None)
+ON_A_BASE = OnlyIf(
+    "model.shared_base is true, and reward.model or reward.ensemble is given",
+    lambda c: c.model.shared_base and bool(c.reward.model or c.reward.ensemble),
+)
 HAS_RULES = OnlyIf(
     "reward.rules or evaluation.rules names a rule", lambda c: bool(c.reward.rules or c.evaluation.rules)
 )
@@ -45,6 +49,12 @@ class HeldOutRule(RuleSettings):
 class RewardConfig(EnsembleConfig):
     model: str | None = setting(None, "Reward model folder or hub name.")
     weight: float = setting(1.0, "Weight of the reward model.", only_if=HAS_REWARD_MODEL)
+    shared_base: bool | None = setting(
+        None,
+        "Reward models are adapters on the policy's base. true: refused where one cannot be; false: each has weights "
+        "of its own; default: those that can be, the others are named.",
+        only_if=ON_A_BASE,
+    )
     rules: list[RuleConfig] = setting(list, "Rule functions, each with a weight.")
     on_error: Literal["stop", "skip"] = setting(
         "stop",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tutelage.errors import ModelError
 from tutelage.models.dropout import disable_dropout
@@ -43,6 +43,7 @@ from tutelage.models.weights import (
 
 __all__ = [
     "ModelSettings",
+    "bare_policy",
     "blocks_of",
     "context_length",
     "cpu_has_bfloat16",
@@ -95,10 +96,27 @@ def load_causal_lm(
     from the folder, and for a tokenizer with more tokens than the model has embeddings.
     """
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(cfg.path)
-    if (Path(cfg.path).expanduser() / HEAD_FILE).is_file():
-        raise ModelError(f"{cfg.path} is a reward or value model, not a policy", fix="give a causal language model")
     if sharding is not None:
+        _require_policy(cfg.path)
         return sharded_causal_lm(cfg, tokenizer, sharding, seed=seed, frozen=frozen)
+    model, trunk = bare_policy(cfg, tokenizer, device)
+    adapted = prepare(model, cfg, seed)
+    return LanguageModel(model, trunk, tokenizer, MasterWeights(model, compute_dtype(cfg.dtype, device)), adapted)
+
+
+def _require_policy(path: str) -> None:
+    if (Path(path).expanduser() / HEAD_FILE).is_file():
+        raise ModelError(f"{path} is a reward or value model, not a policy", fix="give a causal language model")
+
+
+def bare_policy(
+    cfg: ModelSettings, tokenizer: PreTrainedTokenizerBase, device: str = "cpu"
+) -> tuple[PreTrainedModel, Trunk]:
+    """The whole causal language model of `cfg` in float32, checked, without an adapter of this run, and its trunk.
+
+    Raises as `load_causal_lm`.
+    """
+    _require_policy(cfg.path)
     model = on(device, load_weights(cfg.path, AutoModelForCausalLM))
     require_embeddings(model, tokenizer, cfg.path)
     disable_dropout(model)
@@ -109,8 +127,7 @@ def load_causal_lm(
             fix="give a causal language model as the policy",
         )
     require_head(model, trunk, logits_function(model))
-    adapted = prepare(model, cfg, seed)
-    return LanguageModel(model, trunk, tokenizer, MasterWeights(model, compute_dtype(cfg.dtype, device)), adapted)
+    return model, trunk
 
 
 def load_scalar_model(

@@ -1,0 +1,250 @@
+"""The models of one process on one frozen base (Hydra-RLHF: Santacroce et al. 2023, arXiv:2309.00754).
+
+    actor      base + adapter, under the base's own output head
+    reference  the actor's modules with the adapter off
+    critic     base + adapter + value head
+    reward     base + adapter + reward head, frozen
+
+Every model has modules of its own.  An adapter, a mode and gradient checkpointing belong to one model, so a forward or
+a recomputation in a backward pass cannot meet another model's adapter.  The parameters of the base are the same objects
+in all of them, without gradient.
+
+With W weights in the base and w in one adapter, in float32, weights and Adam's two moments of actor and critic on a
+shared base take 4 W + 2 * 12 w bytes, four full copies 32 W, full SFT 12 W.  Gradients take 4 bytes a trained weight
+besides, of one role at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from tutelage.errors import ModelError
+from tutelage.models.heads import Head, ScalarModel, fresh_head, saved_head, weight_files
+from tutelage.models.language_model import LanguageModel
+from tutelage.models.load import bare_policy, load_tokenizer
+from tutelage.models.lora import merging
+from tutelage.models.meta import StoredWeights
+from tutelage.models.paths import ADAPTER_FILE, HEAD_FILE, is_local, load_config, read_json
+from tutelage.models.precision import MasterWeights
+from tutelage.models.trunk import Trunk
+from tutelage.models.weights import ModelSettings, compute_dtype, keep_lowest, prepare
+
+ADAPTER = "adapter"
+"""Folder of the adapter alone, in the folder of a model that was trained with one."""
+
+CLOSE = 1e-5
+"""A merged weight may differ from base + adapter by this part of the largest weight of its matrix: rounding."""
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+CriticStart = Callable[[Mapping[str, ScalarModel]], str | None]
+"""Of the reward models on the base, by folder: the one whose adapter and head the critic copies; None: a new one."""
+
+
+@dataclass(frozen=True, eq=False)
+class SharedModels:
+    """critic    None where none was asked for.
+    rewards   by folder.
+    obstacles why a folder's reward model cannot be an adapter on this base, by folder.
+    """
+
+    policy: LanguageModel
+    critic: ScalarModel | None
+    rewards: Mapping[str, ScalarModel]
+    obstacles: Mapping[str, str]
+
+    def base(self) -> dict[str, Tensor]:
+        """The shared weights, by their names in the actor's model."""
+        return {name: p for name, p in self.policy.model.named_parameters() if ".lora_" not in name}
+
+
+def load_shared_base(
+    cfg: ModelSettings,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    rewards: Mapping[str, PreTrainedTokenizerBase | None] | None = None,
+    critic: CriticStart | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+) -> SharedModels:
+    """The policy of `cfg` with an adapter, and what else stands on its base.
+
+    rewards: folders of reward models that were trained as an adapter on this base, each with its tokenizer; one that
+    was not is in `obstacles` of what is returned.
+    critic: where the critic starts; None: there is no critic.  A new adapter has the rank of `cfg`, a copied one the
+    reward model's.
+    Raises as `load.load_causal_lm`, and ModelError for `lora_rank` 0.
+    """
+    if cfg.lora_rank < 1:
+        raise ModelError(
+            f"lora_rank is {cfg.lora_rank}: without adapters every model needs weights of its own",
+            fix="set model.lora_rank above 0, or model.shared_base to false",
+        )
+    tokenizer = tokenizer if tokenizer is not None else load_tokenizer(cfg.path)
+    model, trunk = bare_policy(cfg, tokenizer, device)
+    made: dict[str, ScalarModel] = {}
+    obstacles: dict[str, str] = {}
+    for folder, own in (rewards or {}).items():
+        found = _reward(trunk, folder, own)
+        if isinstance(found, str):
+            obstacles[folder] = found
+        else:
+            made[folder] = found.to(device)
+    value = None if critic is None else _critic(trunk, cfg, critic(made), made, tokenizer, seed).to(device)
+    adapted = prepare(model, cfg, seed)
+    dtype = compute_dtype(cfg.dtype, device)
+    for scalar in [*made.values(), *([] if value is None else [value])]:
+        heads = tuple(name for name, _ in scalar.named_children() if name != "backbone")
+        scalar.masters = MasterWeights(scalar, dtype, keep=heads)
+    policy = LanguageModel(model, trunk, tokenizer, MasterWeights(model, dtype), adapted)
+    return SharedModels(policy, value, made, obstacles)
+
+
+def twin(model: Model) -> Model:
+    """The same model in new modules: its parameters are those of `model`, its buffers are copies."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
+# ---- the critic
+
+
+def _critic(
+    trunk: Trunk,
+    cfg: ModelSettings,
+    start: str | None,
+    rewards: Mapping[str, ScalarModel],
+    tokenizer: PreTrainedTokenizerBase | None,
+    seed: int,
+) -> ScalarModel:
+    if start is None:
+        backbone = twin(trunk.model)
+        adapted = prepare(backbone, cfg, seed)
+        head = fresh_head("value", trunk.hidden_size, "last", seed)
+        own = Trunk(backbone, trunk.layout, trunk.causal)
+        return ScalarModel(own, head.layers, "value", "last", None, tokenizer, adapted)
+    source = rewards[start]
+    backbone = _cut(trunk, start)
+    if cfg.gradient_checkpointing:
+        backbone.gradient_checkpointing_enable({"use_reentrant": False})
+    adapted = _adapter_of(backbone, start, trained=True)
+    own = Trunk(backbone, trunk.layout, trunk.causal)
+    return ScalarModel(own, source.copied_head(), "value", "last", source.activation, tokenizer, adapted)
+
+
+# ---- reward models
+
+
+def folder_obstacle(folder: str, base: PreTrainedConfig) -> str | None:
+    """Why the reward model of a folder cannot be an adapter on a base, as far as it shows before a weight is read."""
+    adapter = Path(folder).expanduser() / ADAPTER
+    if not is_local(folder):
+        return "it is no folder here, so there is no adapter/ beside its weights"
+    if not (adapter / ADAPTER_FILE).is_file():
+        return "it has no adapter/ folder: it was not trained with model.lora_rank above 0"
+    if not (adapter / "adapter_model.safetensors").is_file():
+        return "its adapter/ has no adapter_model.safetensors"
+    if not (adapter.parent / HEAD_FILE).is_file():
+        return f"it has no {HEAD_FILE}, so there is no head that belongs to the adapter"
+    about = read_json(adapter / ADAPTER_FILE)
+    if about.get("peft_type") != "LORA" or about.get("use_dora") or about.get("modules_to_save"):
+        return f"its adapter is a {about.get('peft_type')} that is more than W + B A"
+    own = load_config(folder)
+    if own.model_type != base.model_type:
+        return f"it is a {own.model_type}, the policy a {base.model_type}"
+    theirs, ours = own.get_text_config(), base.get_text_config()
+    for key in ("hidden_size", "vocab_size"):
+        if getattr(theirs, key) != getattr(ours, key):
+            return f"its {key} is {getattr(theirs, key)}, the policy's {getattr(ours, key)}"
+    if theirs.num_hidden_layers > ours.num_hidden_layers:
+        return f"it has {theirs.num_hidden_layers} blocks, the policy {ours.num_hidden_layers}"
+    return None
+
+
+def _reward(trunk: Trunk, folder: str, tokenizer: PreTrainedTokenizerBase | None) -> ScalarModel | str:
+    """The reward model of a folder on the base, or why it cannot be on it."""
+    obstacle = folder_obstacle(folder, trunk.model.config)
+    if obstacle is not None:
+        return obstacle
+    head = saved_head(folder)
+    assert head is not None, "the folder has a head file"
+    if head.kind != "reward":
+        return f"it is a {head.kind} model"
+    backbone = _cut(trunk, folder)
+    try:
+        adapted = _adapter_of(backbone, folder, trained=False)
+    except (RuntimeError, ValueError) as problem:  # sizes that differ, layers that are not there
+        return f"its adapter does not fit the policy's matrices: {str(problem).strip().splitlines()[-1].strip()}"
+    obstacle = _another_base(backbone, folder)
+    return obstacle if obstacle is not None else _frozen(trunk, backbone, head, tokenizer, adapted)
+
+
+def _frozen(
+    trunk: Trunk,
+    backbone: PreTrainedModel,
+    head: Head,
+    tokenizer: PreTrainedTokenizerBase | None,
+    adapted: PeftModel,
+) -> ScalarModel:
+    own = Trunk(backbone, trunk.layout, trunk.causal)
+    made = ScalarModel(own, head.layers, "reward", head.pooling, head.activation, tokenizer, adapted)
+    return made.requires_grad_(False)
+
+
+def _cut(trunk: Trunk, folder: str) -> PreTrainedModel:
+    """Modules for a folder's adapter, of as many of the base's lowest blocks as it has."""
+    backbone = twin(trunk.model)
+    blocks = int(load_config(folder).get_text_config().num_hidden_layers)
+    if blocks < int(backbone.config.num_hidden_layers):
+        keep_lowest(backbone, blocks)
+    return backbone
+
+
+def _adapter_of(backbone: PreTrainedModel, folder: str, *, trained: bool) -> PeftModel:
+    """Put the adapter of a folder on `backbone`, in place."""
+    with torch.random.fork_rng(devices=[]):
+        return PeftModel.from_pretrained(backbone, str(Path(folder).expanduser() / ADAPTER), is_trainable=trained)
+
+
+@torch.no_grad()
+def _another_base(backbone: PreTrainedModel, folder: str) -> str | None:
+    """Why the folder's merged weights are not base + adapter, or None where they are.
+
+    Compared is every weight: one without an adapter to the bit, one with an adapter up to rounding.  A model that was
+    trained in bfloat16 has merged weights of a base that is rounded to it.
+    """
+    stored = StoredWeights.of(folder, weight_files(folder), backbone.base_model_prefix)
+    found = [_difference(backbone, stored, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    if None in found:
+        return None
+    return f"it was trained on another base: {found[0]}"
+
+
+def _difference(backbone: PreTrainedModel, stored: StoredWeights, dtype: torch.dtype) -> str | None:
+    """The first weight in which a folder differs from the adapted `backbone`, whose base is rounded to `dtype`."""
+    weights = dict(backbone.named_parameters())
+
+    def read(name: str) -> Tensor:
+        weight = weights[name].detach()
+        return weight if ".lora_" in name else weight.to(dtype).float()
+
+    for name, expected in merging(backbone, weights, read):
+        if not stored.has(name):
+            return f"it has no {name}"
+        try:
+            saved = stored.read(name, expected).to(expected.device)
+        except ModelError as problem:
+            return problem.what
+        bound = CLOSE * float(expected.abs().max()) if name not in weights else 0.0
+        gap = float((saved - expected).abs().max())
+        if not gap <= bound:
+            return f"{name} differs from the policy's{' plus the adapter' if bound else ''} by up to {gap:.2g}"
+    return None
