@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +20,15 @@ from tutelage.mirror import Mirror
 from tutelage.protocols import BatchSource, Tracker, Transport
 from tutelage.reports.display import Display
 from tutelage.reports.metrics_log import MetricsLog, read_events
+from tutelage.reports.resources import RESOURCES
 from tutelage.runfolder import write_json
 from tutelage.schedules import Schedule
+from tutelage.transport.account import Account, Spent
+from tutelage.transport.metering import CONTROLLER
+from tutelage.transport.residency import process_memory
 from tutelage.transport.roleset import RoleSet
 from tutelage.types import Stats
 
-RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 GENERATION = ("generate", "generate_partial")
 PUBLICATION = (("publish",), ("send_weights", "receive"), ("whole_weights",), ("load_weights",))
 """Calls that publish weights; those in one entry run at the same time."""
@@ -72,6 +73,7 @@ class Controller:
     after_step: called with the steps done, such as to keep what a role noted meanwhile.
     rebuild: starts lost pools again, their roles as at the start of the run, and says where; restarts: how often that
     may happen.
+    account: what the calls of the roles took, over the whole run.
     """
 
     folder: Path
@@ -104,12 +106,13 @@ class Controller:
     started: float = 0.0
     seconds_before: float = 0.0
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
+    account: Account = field(default_factory=Account)
 
     def run(self) -> dict[str, Any]:
         """Train to the end; returns what summary.json holds."""
-        self.started = time.perf_counter()
         self.display.start()
         try:
+            self.begin_account(self.account.state())
             if self.done == 0:
                 self.evaluate("before")
             self.batches = iter(self.source)
@@ -214,10 +217,24 @@ class Controller:
             self.checkpoint()
         return True
 
+    def begin_account(self, saved: Mapping[str, Any]) -> None:
+        """The sums go on from these; what calls took before, such as to load weights, is not of the run."""
+        self.account.measure(self.roles)
+        self.spent()
+        self.account.load_state(saved)
+        self.started = time.perf_counter()
+
+    def spent(self) -> tuple[Spent, dict[str, float]]:
+        """Seconds of calls and of pools since the last question; the former are added to those of the run."""
+        return self.account.spend(self.transport.take_seconds()), self.transport.take_busy()
+
     def costs(self, stats: Stats, seconds: float) -> dict[str, float]:
         """Time, throughput and memory of a step."""
-        spent = self.transport.take_seconds()
-        out = {"time/step_s": seconds, "memory/peak_rss_gb": peak_rss() / 1e9}
+        spent, pools = self.spent()
+        out = {"time/step_s": seconds, "memory/peak_rss_gb": process_memory().peak() / 1e9}
+        calls = {key: took for key, took in spent.items() if key[0] != CONTROLLER}
+        out |= {f"time/{role}/{call}": took for (role, call), took in calls.items()}
+        out["time/other"] = max(0.0, seconds - sum(calls.values()))
         tokens = next((stats[n].total for n in ("rollout/tokens", "data/trained_tokens") if n in stats), None)
         if tokens is not None:
             out["time/tokens_per_s"] = tokens / seconds
@@ -231,7 +248,7 @@ class Controller:
         moved = [[took for (_, method), took in spent.items() if method in together] for together in PUBLICATION]
         if any(moved):
             out["time/sync_s"] = sum(max(took) for took in moved if took)
-        for pool, busy in self.transport.take_busy().items():
+        for pool, busy in pools.items():
             out[f"time/bubble/{pool}"] = max(0.0, 1.0 - busy / seconds)
         return out
 
@@ -252,8 +269,6 @@ class Controller:
             error.add_note(f"in the evaluation after step {self.done}" if self.done else "in the first evaluation")
             raise
         self.display.phase("evaluation", 1, 1)
-        self.transport.take_seconds()
-        self.transport.take_busy()
         if phase != "step":
             self.evaluations[phase] = {**found.metrics, **found.details}
         if phase != "before":
@@ -261,9 +276,11 @@ class Controller:
             self.checkpoints.save_best(self.done, role, found.quality, found.measured_by)
         else:
             self.record(found.metrics)
+        self.spent()  # not of the next step
         return dict(found.metrics)
 
     def checkpoint(self) -> None:
+        self.account.measure(self.roles)
         state = {
             "done": self.done,
             "drawn": self.drawn,
@@ -274,8 +291,10 @@ class Controller:
             "alarms": self.alarms.state() if self.alarms else {},
             "evaluator": {} if self.evaluator is None else self.evaluator.state(),
             "evaluations": self.evaluations,
+            "account": self.account.state(),
         }
         path = self.checkpoints.save(self.done, self.stateful(), state)
+        self.spent()  # not of the next step
         self.display.event("checkpoint", str(path))
         if self.mirror is not None:
             self.copy_out(self.mirror)
@@ -307,6 +326,7 @@ class Controller:
         self.log.event(self.done, "resume", f"resumed from {path.name}; {dropped} later steps are taken again")
         if "actor" in self.schedule.algorithm.PUBLISHED:
             self.roles.actor.publish(self.done).gather()
+        self.begin_account(saved.get("account", {}))
 
     def stateful(self) -> dict[str, Any]:
         """What a checkpoint holds tensors of: the learners, and the rollouts that were begun ahead."""
@@ -334,13 +354,21 @@ class Controller:
             "stopped": self.stopped or None,
             **self.evaluations,
             **extra,
+            RESOURCES: self.resources(),
         }
         write_json(self.folder / "summary.json", summary)
         if self.mirror is not None:
             self.copy_out(self.mirror)
         return summary
 
+    def resources(self) -> dict[str, Any]:
+        """Time and memory of the run.  A rank that does not answer any more is told of: the run has ended well."""
 
-def peak_rss() -> int:
-    """Bytes of the process's largest resident set so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
+        def lost(role: str, error: TutelageError) -> None:
+            said = f"what {role} took since the last checkpoint is not known: {error}"
+            self.log.event(self.done, "measurement", said)
+            self.display.event("measurement", said)
+
+        self.spent()
+        self.account.measure(self.roles, lost)
+        return self.account.summary(self.seconds())

@@ -20,6 +20,7 @@ OF_A_RECIPE = {
     r"environment/(?!NAME/)[^/]+/.+": "environment/NAME/KEY",
     r"eval/rule/.+": "eval/rule/NAME",
     r"eval/pass_at_\d+/.+": "eval/pass_at_K/NAME",
+    r"time/(?!tokens_per_s/|bubble/)[^/]+/.+": "time/ROLE/CALL",
 }
 """Names that hold one from the recipe -> how the doc writes them."""
 Run = Callable[..., RunResult]

@@ -10,7 +10,7 @@ import time
 import pytest
 import ray_kit
 
-ray = pytest.importorskip("ray")
+pytest.importorskip("ray")
 
 from tutelage.errors import ClusterError, ConfigError, MissingExtraError, RolloutError
 from tutelage.transport.ray import ray_transport
@@ -179,6 +179,8 @@ def test_an_address_where_nothing_listens(disconnected):
 
 
 def test_another_cluster_than_the_one_connected_to_is_refused_and_not_used_silently():
+    import ray
+
     ray_kit.shared_ray()
     here = ray.get_runtime_context().gcs_address
     require_same(here)
@@ -187,7 +189,7 @@ def test_another_cluster_than_the_one_connected_to_is_refused_and_not_used_silen
     other = f"127.0.0.1:{int(here.rpartition(':')[2]) + 1}"
     with pytest.raises(ClusterError, match=f"cluster.address is {other}, and this process is connected to .*{here}"):
         ray_transport(ray_kit.cluster(address=other)).start(ray_kit.toys, ("toy",))
-    with pytest.raises(ClusterError, match="cluster.address is 'head-node'"):
+    with pytest.raises(ClusterError, match=r"cluster\.address is 'head-node'"):
         ray_transport(ray_kit.cluster(address="head-node")).start(ray_kit.toys, ("toy",))
 
 

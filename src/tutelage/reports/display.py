@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, TextIO
 
 from tutelage.errors import ConfigError, closest
 from tutelage.reports.metrics_log import to_json
+from tutelage.reports.resources import resource_tables, without_resources
 
 Clock = Callable[[], float]
 Kind = Literal["auto", "rich", "plain", "json"]
@@ -53,7 +54,7 @@ class Display(Protocol):
     step    one training step is done; metrics by the names of docs/metrics.md.
     phase   part of a step or of the preparation: `done` of `total` units of `name` (rollout, scoring, data).
     event   a note (`NOTES`), a warning or an alarm; whether it goes to events.jsonl too is up to the caller.
-    finish  one summary table; ends the display.
+    finish  one summary table, then time and memory of the roles where the summary has them; ends the display.
     """
 
     def start(self) -> None: ...
@@ -224,11 +225,14 @@ class PlainDisplay:
         self.out.line(f"{'' if kind in NOTES else '! '}{kind}: {_one_line(message)}")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        rows = summary_rows(summary)
+        rows = summary_rows(without_resources(summary))
         width = max((len(key) for key, _ in rows), default=0)
         self.out.line(f"{self.title}: done in {duration(self.clock() - self.pace.begun)}")
         for key, value in rows:
             self.out.line(f"  {key:<{width}}  {value}")
+        for table in resource_tables(summary):
+            for line in table.lines():
+                self.out.line(line)
 
     def close(self) -> None:
         """Nothing is held open."""

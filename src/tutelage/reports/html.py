@@ -21,6 +21,7 @@ from tutelage.reports.hacking import HackingReport, Thresholds, find_hacking
 from tutelage.reports.headlines import headlines, plain_number, verdict
 from tutelage.reports.metrics_log import write_bytes
 from tutelage.reports.panels import metric_names, series
+from tutelage.reports.resources import resource_tables, without_resources
 from tutelage.reports.run_folder import RunFolder, flat_items, load_run
 from tutelage.reports.samples import Sample, pair_samples
 
@@ -144,7 +145,8 @@ def _context(run: RunFolder) -> dict[str, Any]:
         "event_kinds": kinds.most_common(),
         "settings": _rows(run.config),
         "lineage": _rows(run.lineage),
-        "summary": _rows(run.summary),
+        "summary": _rows(without_resources(run.summary)),
+        "resources": resource_tables(run.summary),
         "metrics": _last_metrics(run),
     }
 

@@ -13,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tutelage.reports.display import NOTES, Clock, Pace, duration, shown_metrics, summary_rows
+from tutelage.reports.resources import Table as Resources
+from tutelage.reports.resources import resource_tables, without_resources
 
 BAR_WIDTH = 40
 
@@ -104,9 +106,21 @@ class RichDisplay:
         )
         table.add_column(style="dim")
         table.add_column(overflow="fold")
-        for key, text in summary_rows(summary):
+        for key, text in summary_rows(without_resources(summary)):
             table.add_row(Text(key), Text(text))
         self.console.print(table)
+        for found in resource_tables(summary):
+            self._print_resources(found)
+
+    def _print_resources(self, found: Resources) -> None:
+        table = Table(title=Text(found.title))
+        for column, name in enumerate(found.head):
+            table.add_column(Text(name), justify="left" if column < found.names else "right")
+        for row in found.rows:
+            table.add_row(*map(Text, row))
+        self.console.print(table)
+        for note in found.notes:
+            self.console.print(Text(note, style="dim"))
 
     def close(self) -> None:
         if self.live is not None:

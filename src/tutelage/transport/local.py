@@ -13,9 +13,8 @@ from typing import Any, NoReturn
 from tutelage.config.cluster import MAIN
 from tutelage.errors import ClusterError, PendingError
 from tutelage.layout import Dispatch, Place, RoleBuilder, dispatch_of
+from tutelage.transport.metering import CONTROLLER, TAKE, Measured, Meter
 from tutelage.transport.pending import Unreadable
-
-CONTROLLER = "controller"
 
 
 class Ready(Unreadable):
@@ -47,16 +46,27 @@ def resolved(value: Any) -> Any:
 
 
 class LocalHandle:
-    """A role's public methods, returning pending results."""
+    """A role's public methods, returning pending results; and `take_measured` (see `transport.metering`)."""
 
-    def __init__(self, name: str, role: Any, on_call: Callable[[str, str, float], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        role: Any,
+        on_call: Callable[[str, str, float], None],
+        meter: Meter,
+        measured: Callable[[str], Measured],
+    ) -> None:
         self._name = name
         self._role = role
         self._on_call = on_call
+        self._meter = meter
+        self._measured = measured
 
     def __getattr__(self, method: str) -> Callable[..., Ready]:
         if method.startswith("_"):
             raise AttributeError(method)
+        if method == TAKE:
+            return lambda: Ready([self._measured(self._name)], f"{self._name}.{method}")
         target = getattr(self._role, method)
 
         def call(*args: Any, **kwargs: Any) -> Ready:
@@ -66,7 +76,9 @@ class LocalHandle:
             if each:  # one rank: its entry of every list, and a list with its reply
                 given, named = [a[0] for a in given], {k: v[0] for k, v in named.items()}
             try:
-                value = target(*given, **named)
+                with self._meter.phase(self._name, method) as running:
+                    value = target(*given, **named)
+                    running.saw((value, *given))
             except Exception as error:
                 error.add_note(f"in {self._name}.{method}")
                 raise
@@ -84,6 +96,8 @@ class LocalTransport:
         self.place = place if place is not None else Place()
         self.seconds: dict[tuple[str, str], float] = {}
         self.busy = 0.0
+        self.roles: dict[str, Any] = {}
+        self.meter = Meter(device=self.place.device)
 
     def start(self, builder: RoleBuilder, roles: tuple[str, ...]) -> tuple[dict[str, LocalHandle], tuple[str, ...]]:
         """Handles of the roles, built here, and what the builder noted."""
@@ -112,7 +126,11 @@ class LocalTransport:
         self.busy += seconds if name != CONTROLLER else 0.0
 
     def handle(self, name: str, role: Any) -> LocalHandle:
-        return LocalHandle(name, role, self._took)
+        self.roles[name] = role
+        return LocalHandle(name, role, self._took, self.meter, self._measured)
+
+    def _measured(self, name: str) -> Measured:
+        return self.meter.take(name, self.roles)
 
     def put(self, value: Any) -> Ready:
         return Ready(value, "the controller")

@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 from tutelage.errors import ClusterError, ShapeError
 from tutelage.layout import Built, Dispatch, Layout, Place, RoleBuilder, dispatch_of
 from tutelage.sharing import shares
+from tutelage.transport.metering import TAKE, Measured, Meter
 from tutelage.transport.ray import rows, split
 from tutelage.transport.ray.agent import Progress, log_path
 from tutelage.transport.ray.rows import Rows
@@ -49,9 +50,13 @@ class Hosted:
 
 
 def hosted(role: object) -> Hosted:
-    """`DISPATCH` of a role's class maps methods to protocols; a method that is not named is ALL."""
+    """`DISPATCH` of a role's class maps methods to protocols; a method that is not named is ALL.
+
+    Besides its own methods every role answers `take_measured`, rank by rank (`transport.metering`).
+    """
     methods = [n for n in dir(role) if not n.startswith("_") and callable(getattr(type(role), n, None))]
-    return Hosted(frozenset(methods), {name: dispatch_of(role, name) for name in methods})
+    dispatch = {name: dispatch_of(role, name) for name in methods}
+    return Hosted(frozenset([*methods, TAKE]), {**dispatch, TAKE: Dispatch.EACH})
 
 
 class Worker:
@@ -61,6 +66,7 @@ class Worker:
         self.label, self.rank, self.world = label, rank, world
         self.roles: dict[str, object] = {}
         self.place = Place(rank, world)
+        self.meter: Meter  # from `build` on, when everything is imported
         self.agent: Any = None
         self.store: Any = None
         self.call_id = -1
@@ -88,6 +94,7 @@ class Worker:
             self.agent = setup.agent
             self._join(setup)
             self.place = Place(self.rank, self.world, setup.device, setup.layouts, self._progress, setup.address)
+            self.meter = Meter(self.label, setup.device)
             built: Built = builder(names, self.place)
             self.roles = dict(built.roles)
             found = {name: hosted(role) for name, role in self.roles.items()}
@@ -129,7 +136,7 @@ class Worker:
             layout = self.place.layout(task.role)
             args, kwargs, part = self._arguments(task, layout, payload, reports)
             begun = time.perf_counter()
-            value = getattr(self.roles[task.role], task.method)(*args, **kwargs)
+            value = self._run(task, layout, part, args, kwargs)
             seconds = time.perf_counter() - begun
             reply, kept, places = self._reply(task, layout, part, rows.on_cpu(value))
             busy = time.perf_counter() - started
@@ -139,6 +146,20 @@ class Worker:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
+
+    def _run(self, task: Task, layout: Layout, part: Part | None, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """The method itself, measured; of rows that peers share, each counts its part of the tokens."""
+        if task.method == TAKE:
+            return self._measured(task.role)
+        share = 0.0 if part is not None and part.filler else split.parts_of(task.dispatch, layout) / layout.size
+        with self.meter.phase(task.role, task.method, share) as running:
+            value = getattr(self.roles[task.role], task.method)(*args, **kwargs)
+            running.saw((value, *args))
+        return value
+
+    def _measured(self, role: str) -> Measured:
+        """What the calls of a role took in this process since the last question."""
+        return self.meter.take(role, self.roles)
 
     def _reply(self, task: Task, layout: Layout, part: Part | None, value: Any) -> tuple[Any, Rows | None, Any]:
         """What is sent back: the value, its rows, and their places in the whole result."""
