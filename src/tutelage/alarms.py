@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
 
-from tutelage.config import PolicyGradientConfig, PPOConfig
+from tutelage.config import GRPOConfig, PolicyGradientConfig, PPOConfig
+from tutelage.config.grpo import grouped
 
 HISTORY = 20
 
@@ -30,6 +31,51 @@ class Watching(Protocol):
     def check(self, metrics: Mapping[str, float]) -> list[Alarm]:
         """Alarms that begin to ring at this step's metrics."""
         ...
+
+
+# ---- what several algorithms watch
+
+
+def unscored_alarm(metrics: Mapping[str, float]) -> Alarm | None:
+    """No response of the step has a score, so the step learned nothing from the reward."""
+    errors = metrics.get("reward/errors", 0.0)
+    if not errors or math.isfinite(metrics.get("reward/score_mean", math.nan)):
+        return None
+    return Alarm(
+        "unscored",
+        f"none of the {errors:.0f} responses of this step has a score, so nothing is learned from them. Read the "
+        "reasons in samples/errors.jsonl; correct the rule or the environment, or raise its seconds",
+    )
+
+
+def kl_alarm(kl: float, bound: float, advice: str) -> Alarm | None:
+    """kl: nats of a whole response.  advice: what to change."""
+    if not kl > bound:
+        return None
+    text = f"sequence KL is {kl:.2f} nats (alarm at {bound:g}): the policy is far from the reference. "
+    return Alarm("kl", f"{text}{advice}")
+
+
+def length_alarm(length: float, start: float, ratio: float, advice: str) -> Alarm | None:
+    """length: mean tokens of a response; start: that of the first step.  advice: what to change."""
+    if not length > ratio * start:
+        return None
+    text = f"mean length is {length:.0f} tokens, {length / start:.1f} times its start ({start:.0f}). "
+    return Alarm("length_explosion", f"{text}{advice}")
+
+
+def clip_alarm(clipped: float, bound: float, name: str) -> Alarm | None:
+    """clipped: share of the tokens.  name: the section of the algorithm."""
+    if not clipped > bound:
+        return None
+    return Alarm(
+        "clip_fraction",
+        f"{clipped:.0%} of tokens are clipped (alarm at {bound:.0%}): updates are too large. Lower optim.lr, "
+        f"{name}.epochs or {name}.minibatches",
+    )
+
+
+LONGER_FOR_REWARD = "Set {name}.missing_eos_penalty, or look for a reward that pays for length"
 
 
 @dataclass
@@ -60,7 +106,7 @@ class Alarms:
         for name in ("policy/entropy", "rollout/length_mean"):
             if math.isfinite(metrics.get(name, math.nan)):
                 self.first.setdefault(name, metrics[name])
-        found = [*self._kl(metrics), *self._policy(metrics), *self._value(metrics)]
+        found = [*self._kl(metrics), *self._policy(metrics), *self._nothing(metrics), *self._value(metrics)]
         new = [alarm for alarm in found if alarm.stop or alarm.kind not in self.ringing]
         self.ringing = {alarm.kind for alarm in found}
         return new
@@ -68,15 +114,9 @@ class Alarms:
     def _kl(self, metrics: Mapping[str, float]) -> list[Alarm]:
         if "kl/sequence" not in metrics:  # no reference, no KL
             return []
-        kl, cfg, out = metrics["kl/sequence"], self.cfg.kl, []
-        if kl > self.cfg.alarms.kl:
-            out.append(
-                Alarm(
-                    "kl",
-                    f"sequence KL is {kl:.2f} nats (alarm at {self.cfg.alarms.kl:g}): the policy is far from the "
-                    "reference. Raise kl.coef, use kl.controller=adaptive, or lower optim.lr",
-                )
-            )
+        kl, cfg = metrics["kl/sequence"], self.cfg.kl
+        advice = "Raise kl.coef, use kl.controller=adaptive, or lower optim.lr"
+        out = _rung(kl_alarm(kl, self.cfg.alarms.kl, advice))
         if cfg.budget is not None and kl > cfg.budget:
             action = {
                 "warn": "training goes on",
@@ -88,16 +128,8 @@ class Alarms:
         return out
 
     def _policy(self, metrics: Mapping[str, float]) -> list[Alarm]:
-        bounds, name, out = self.cfg.alarms, self.cfg.algorithm, []
-        clipped = metrics.get("policy/clip_fraction", 0.0)
-        if clipped > bounds.clip_fraction:
-            out.append(
-                Alarm(
-                    "clip_fraction",
-                    f"{clipped:.0%} of tokens are clipped (alarm at {bounds.clip_fraction:.0%}): updates are too "
-                    f"large. Lower optim.lr, {name}.epochs or {name}.minibatches",
-                )
-            )
+        bounds, name = self.cfg.alarms, self.cfg.algorithm
+        out = _rung(clip_alarm(metrics.get("policy/clip_fraction", 0.0), bounds.clip_fraction, name))
         entropy, start = metrics.get("policy/entropy", 0.0), self.first.get("policy/entropy", 0.0)
         if entropy < bounds.entropy_ratio * start:
             out.append(
@@ -108,12 +140,30 @@ class Alarms:
                 )
             )
         length, start = metrics.get("rollout/length_mean", 0.0), self.first.get("rollout/length_mean", 0.0)
-        if length > bounds.length_ratio * start:
+        return out + _rung(length_alarm(length, start, bounds.length_ratio, LONGER_FOR_REWARD.format(name=name)))
+
+    def _nothing(self, metrics: Mapping[str, float]) -> list[Alarm]:
+        """A step whose responses teach nothing: none has a score, those of a group are alike, or all are left out."""
+        out = _rung(unscored_alarm(metrics))
+        if not isinstance(self.cfg, GRPOConfig):
+            return out
+        own = self.cfg.grpo
+        alike = metrics.get("reward/group_equal_fraction", 0.0) >= 1.0
+        if alike and grouped(own.estimator) and own.estimator != "gdpo":
             out.append(
                 Alarm(
-                    "length_explosion",
-                    f"mean length is {length:.0f} tokens, {length / start:.1f} times its start ({start:.0f}). "
-                    f"Set {name}.missing_eos_penalty, or look for a reward that pays for length",
+                    "equal_groups",
+                    "the scores of every group are equal: this step learns nothing from the reward. Take prompts of "
+                    "another difficulty, raise rollout.temperature or rollout.samples_per_prompt, or set "
+                    "grpo.dynamic_sampling=true",
+                )
+            )
+        if own.overlong_filtering and metrics.get("rollout/truncated_fraction", 0.0) >= 1.0:
+            out.append(
+                Alarm(
+                    "all_truncated",
+                    "the length limit cut every response of this step, and grpo.overlong_filtering leaves them out: "
+                    "nothing is learned. Raise rollout.max_new_tokens, or set grpo.overlong_filtering=false",
                 )
             )
         return out
@@ -134,3 +184,7 @@ class Alarms:
             )
         self.value_errors = [*past, error][-HISTORY:]
         return out
+
+
+def _rung(alarm: Alarm | None) -> list[Alarm]:
+    return [] if alarm is None else [alarm]

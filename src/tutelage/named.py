@@ -1,7 +1,8 @@
-"""Python objects that a recipe names: `module:name`, or `file.py:name` from a folder."""
+"""Python objects that a recipe names: `module:name`, or `file.py:name`, and settings written as name(key=value)."""
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import importlib
@@ -33,6 +34,25 @@ def load_named(spec: str, what: str, folder: Path | None = None, error: type[Tut
             fix="correct the name after the colon",
         )
     return found
+
+
+def parse_spec(spec: str, what: str, error: type[TutelageError] = ConfigError) -> tuple[str, dict[str, Any] | None]:
+    """`name(key=literal, ...)` -> name, settings; None where there are no brackets.  Nothing else is evaluated.
+
+    Raises `error` for brackets that hold anything but keyword arguments with literal values.
+    """
+    target, bracket, rest = spec.strip().partition("(")
+    if not bracket:
+        return target.strip(), None
+    try:
+        call = ast.parse(f"f({rest}", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
+            raise ValueError("only key=value settings are allowed")
+        return target.strip(), {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except (SyntaxError, ValueError) as problem:
+        raise error(
+            f"{what} {spec!r} cannot be read: {problem}", fix="write it as name(key=value, other='text')"
+        ) from problem
 
 
 def load_function(spec: str, what: str) -> Callable[..., Any]:

@@ -17,16 +17,6 @@ from tutelage.layout import RoleBuilder
 from tutelage.types import Outputs, Prompts, Ragged, Rollout, Sequences, Stats
 
 
-class Trainable(Protocol):
-    """A mini-batch: B items that can be cut between items, never inside one.  Rollout, Demonstrations, Pairs."""
-
-    @property
-    def sequences(self) -> Sequences: ...
-    def __len__(self) -> int: ...
-    def item_tokens(self) -> Tensor: ...
-    def select(self, index_B: Tensor) -> Any: ...
-
-
 @runtime_checkable
 class SeparableLoss(Protocol):
     """sum over items of weight * item.  Weights are global to the mini-batch: any cut sums to the same gradient.
@@ -241,9 +231,3 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
-
-
-RewardRule = Callable[..., Any]
-"""A rule reward: (prompts, responses, truths) -> one float per response; or, where it has a parameter named `response`,
-one response -> a float.  Either may be `async def`.  `rewards.calls` says what a rule may ask for.
-"""

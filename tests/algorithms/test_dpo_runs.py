@@ -312,7 +312,11 @@ def test_the_stage_knows_its_roles_and_states(data: Path, tiny_llama_folder: Pat
         (["dpo.loss=sigmod"], "Did you mean sigmoid"),
         (["dpo.loss_weights={sigmod: 1}"], "Did you mean sigmoid"),
         (["dpo.loss_weights={sigmoid: 0}"], "above 0"),
-        (["dpo.loss=robust"], "without it robust is sigmoid"),
+        (
+            ["dpo.loss=robust"],
+            "dpo.label_smoothing must be above 0 for the loss robust: without it robust is sigmoid (",
+        ),
+        (["dpo.loss_weights={sigmoid: 1, robust: 1}"], "dpo.label_smoothing must be above 0 for the loss robust"),
         (["dpo.loss=exo_pair"], "infinite"),
         (["dpo.loss=alphapo", "dpo.alpha=0.0"], "alphapo is simpo"),
         (["dpo.loss=hinge", "dpo.label_smoothing=0.1"], "dpo.label_smoothing has no effect"),

@@ -302,9 +302,8 @@ def test_the_data_flow_of_the_estimators_that_ask_for_more() -> None:
         ("actor", "generate", ()),
         ("actor", "generate", ()),
         ("reward", "score", (1,)),
-        ("actor", "logprobs", (0, 2)),
         ("reward", "score", (0, 2)),
-        ("controller", "advantages", (0, 2, 3, 4)),
+        ("controller", "advantages", (0, 2, 3)),
     ]
     assert ("actor", "log_collisions", (0,)) in flow("optimal_token_baseline")
     assert ("actor", "log_collisions", (0,)) not in flow("grpo")

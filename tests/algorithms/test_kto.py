@@ -22,7 +22,7 @@ from tutelage.demo.model import build_model_folder
 from tutelage.engines.engine import ModelEngine
 from tutelage.engines.mesh import RankMeshes
 from tutelage.engines.ranks import MeshRanks
-from tutelage.errors import ConfigError, ShapeError
+from tutelage.errors import ConfigError, DataError, ShapeError
 from tutelage.layout import Layout
 from tutelage.math.unpaired_loss import RewardShift
 from tutelage.models.load import load_causal_lm
@@ -284,7 +284,13 @@ def test_out_of_balance_data_is_told_with_numbers() -> None:
     assert "kto.desirable_weight from 0.333 to 0.444" in note
     assert balance_notes(config(desirable_weight=0.4), good_and_bad) == ()
     assert "there are no undesirable answers" in balance_notes(config(), torch.ones(2, dtype=torch.bool))[0]
-    assert "nothing to classify" in balance_notes(config(loss="bco"), torch.ones(2, dtype=torch.bool))[0]
+    assert balance_notes(config(loss="bco"), good_and_bad) == ()
+    assert (
+        "in one direction only" in balance_notes(config(loss="apo_zero_unpaired"), torch.ones(2, dtype=torch.bool))[0]
+    )
+    for kind, name in ((True, "desirable"), (False, "undesirable")):
+        with pytest.raises(DataError, match=f"all 2 training rows of .* are {name}, and kto.loss is bco"):
+            balance_notes(config(loss="bco"), torch.full((2,), kind))
     with pytest.raises(ConfigError, match="every loss has the weight 0"):
         balance_notes(config(desirable_weight=0.0), torch.ones(2, dtype=torch.bool))
 

@@ -343,7 +343,11 @@ def loaded(tmp_path: Any, algorithm: str, *overrides: str) -> Any:
         ("online_dpo", "rollout.samples_per_prompt=1", "rollout.samples_per_prompt must be greater than or equal to 2"),
         ("online_dpo", "online_dpo.loss=ipo_sun", r"must be one of sigmoid[\s\S]*ipo_sum"),
         ("online_dpo", "online_dpo.loss=aot", "must be one of sigmoid"),
-        ("xpo", "xpo.loss=robust", "must have a label_smoothing above 0"),
+        (
+            "xpo",
+            "xpo.loss=robust",
+            r"xpo\.label_smoothing must be above 0 for the loss robust: without it robust is sigmoid \(",
+        ),
         ("xpo", "xpo.tau=0.1", "xpo.tau has no effect"),
         ("nash_md", "nash_md.epochs=2", "nash_md.epochs is not a setting"),
     ],

@@ -274,7 +274,7 @@ def test_a_step_with_another_loss_is_recorded_as_the_same_data_flow(algorithm: A
     base = {"model": {"path": "m"}, "data": {"train": "d"}, "reward": {"rules": [{"function": "a:b"}]}}
     flows = []
     for name in ("ppo", kind):
-        cfg = schema.model_validate({**base, "policy_loss": {"kind": name}})
+        cfg = schema.model_validate({**base, "policy_loss": {"kind": name}, "off_policy": {"old_logprobs": "trainer"}})
         transport = RecordingTransport()
         classes = {"actor": Actor, "reference": Reference, "reward": Reward, "critic": Critic}
         handles = {n: transport.handle(n, classes[n]) for n in algorithm.ROLES}

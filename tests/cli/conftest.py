@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 from typer.testing import CliRunner
@@ -36,14 +36,14 @@ class Build(ModuleType):
         self.then: Callable[[Path], None] = lambda folder: None
         self.answers: list[tuple[list[dict[str, str]], dict[str, Any]]] = []
 
-    def run_recipe(self, loaded: Any, display: str) -> Result:
+    def run_recipe(self, loaded: Any, display: str, stream: TextIO | None = None) -> Result:
         self.calls.append(("run", loaded, {"display": display}))
         folder = Path(loaded.config.output_dir) / loaded.config.name
         make_run(folder, steps=())
         self.then(folder)
         return Result(folder)
 
-    def resume_run(self, folder: Path, display: str, overrides: list[str]) -> Result:
+    def resume_run(self, folder: Path, display: str, overrides: list[str], stream: TextIO | None = None) -> Result:
         self.calls.append(("resume", folder, {"display": display, "overrides": overrides}))
         self.then(folder)
         return Result(folder)

@@ -182,7 +182,7 @@ def test_report_is_written_again(
 def test_demo_passes_folder_seed_and_display(tutelage: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     module = ModuleType("tutelage.cli.demo")
-    module.run_demo = lambda *args: calls.append(args)  # type: ignore[attr-defined]
+    module.run_demo = lambda folder, seed, display, stream: calls.append((folder, seed, display))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tutelage.cli.demo", module)
     assert tutelage("demo").exit_code == 0
     assert tutelage("demo", "--dir", "there", "--seed", "3", "--json").exit_code == 0
@@ -191,8 +191,8 @@ def test_demo_passes_folder_seed_and_display(tutelage: Cli, folder: Path, monkey
 
 def test_the_commands_fit_the_functions_they_call() -> None:
     build = importlib.import_module("tutelage.build")
-    inspect.signature(build.run_recipe).bind(object(), display="plain")
-    inspect.signature(build.resume_run).bind(Path(), display="plain", overrides=[])
+    inspect.signature(build.run_recipe).bind(object(), display="plain", stream=None)
+    inspect.signature(build.resume_run).bind(Path(), display="plain", overrides=[], stream=None)
     inspect.signature(build.check_recipe).bind(object())
     inspect.signature(build.chat_engine).bind("model")
     assert {"folder", "summary"} <= set(build.RunResult.__annotations__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,11 @@ def plain_logprobs(model: nn.Module, sequences: Sequences, temperature: float) -
         logp = torch.log_softmax(model(input_ids=row[None]).logits[0] / temperature, dim=-1)
         rows += [logp[t - 1, row[t]] for t in range(prompt, len(row))]
     return torch.stack(rows)
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """|ours - theirs| / |theirs| over all weights together."""
+    assert ours.keys() == theirs.keys()
+    size = math.sqrt(sum(float(g.double().square().sum()) for g in theirs.values()))
+    assert size > 1e-4, "a gradient to compare with"
+    return math.sqrt(sum(float((ours[n] - theirs[n]).double().square().sum()) for n in ours)) / size

@@ -79,7 +79,7 @@ SAYS = {
     "pickled": Says("ModelError", ("models/pickled", "pickled weights", "never opened", "save_pretrained")),
     "no_reward_model": Says("ModelNotFoundError", ("models/rewrd does not exist", "config.json and safetensors")),
     "plain_model": Says("ModelError", ("models/policy has no reward head", "train a reward model on it first")),
-    "no_rule": Says("RewardError", ("rules.py:shrt", "Did you mean short?", "(prompts, responses, truths)")),
+    "no_rule": Says("RewardError", ("rules.py:shrt", "Did you mean short?", "correct the name after the colon")),
     "nan_reward": Says(
         "RewardError",
         ("nan_in_step_2 returned nan for row 0", "response ", "return a finite number", "at step 2 of 4", "runs/nan"),

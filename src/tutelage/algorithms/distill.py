@@ -16,11 +16,10 @@ from torch import Tensor
 
 from tutelage.algorithms import own_samples
 from tutelage.algorithms.own_samples import StepState, generate, token_weights, updates_of
-from tutelage.algorithms.policy import counted_tokens, masked_row_sum
-from tutelage.algorithms.rollout_stats import rollout_stats
+from tutelage.algorithms.policy import counted_tokens
+from tutelage.algorithms.rollout_stats import kl_stats, rollout_stats, sequence_kl_of
 from tutelage.config.distill import DistillConfig
 from tutelage.math.distillation import distillation_loss, less_others_at_position, reverse_kl_returns
-from tutelage.math.kl import kl_k1
 from tutelage.math.policy_loss import ppo_policy_loss
 from tutelage.types import Outputs, Ragged, Rollout, Stat, Stats
 
@@ -78,13 +77,7 @@ def learn(batch: Any, roles: Any, cfg: DistillConfig, state: StepState) -> list[
 
 def teacher_stats(batch: Rollout) -> Stats:
     """Reverse KL from the teacher, k1 of the sampler's own logprobs: of the student that sampled; nats."""
-    mask_BT = batch.sequences.trained.padded()
-    kl_BT = kl_k1(batch.rollout_logp.padded(), batch.column("teacher_logp").padded())
-    kl_B = masked_row_sum(kl_BT, mask_BT).double()
-    return {
-        "teacher/kl_sequence": Stat.of(kl_B),
-        "teacher/kl_token": Stat(float(kl_B.sum()), float(mask_BT.sum())),
-    }
+    return kl_stats(sequence_kl_of(batch, "rollout_logp", "teacher_logp"), batch, "teacher/kl_")
 
 
 @dataclass(frozen=True)

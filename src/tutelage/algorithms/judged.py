@@ -5,7 +5,7 @@ Shapes: B responses, P pairs, T response tokens, R flat response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutelage.algorithms.own_samples import StepState
-from tutelage.algorithms.rollout_stats import rollout_stats
+from tutelage.algorithms.own_samples import shuffled
+from tutelage.algorithms.rollout_stats import kl_stats, rollout_stats, sequence_kl_of, trained_sums
 from tutelage.config.online_dpo import NashMDConfig, OnlineDPOConfig, PairSettings, XPOConfig
 from tutelage.errors import ShapeError
-from tutelage.math.keyed import keyed_permutation, sample_key
-from tutelage.math.kl import kl_k1
-from tutelage.math.masking import masked_values
 from tutelage.math.preference import (
     PREFERENCE_LOSSES,
     PreferenceInputs,
@@ -35,12 +32,18 @@ from tutelage.types import Outputs, Pairs, Ragged, Rollout, Sequences, Stat, Sta
 PreferenceConfig = OnlineDPOConfig | XPOConfig | NashMDConfig
 
 
-def initial_state(cfg: PreferenceConfig) -> StepState:
-    return StepState(0)
+def with_rival(prompts: Any, roles: Any) -> Any:
+    """Pairs of responses of the policy and of the reference role, whatever that answers with.
+
+    Their draws have keys of their own: else both would draw alike.
+    """
+    own = roles.actor.generate(prompts)
+    return roles.reference.beside(own, roles.reference.generate(prompts.adding(purpose="rival")))
 
 
-def state_from(saved: Mapping[str, Any]) -> StepState:
-    return StepState(saved["step"])
+def infer(rollout: Any, roles: Any, cfg: PreferenceConfig) -> Any:
+    """Reference logprobs and scores of all responses."""
+    return rollout.adding(ref_logp=roles.reference.logprobs(rollout), score=roles.reward.score(rollout))
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +100,7 @@ class JudgedPairs:
                 fix=f"lower {cfg.algorithm}.minibatches",
             )
         for epoch in range(settings.epochs):
-            order = keyed_permutation(len(self), sample_key(cfg.seed, step, "minibatches", epoch, "shuffle"))
-            for part in torch.tensor_split(order, settings.minibatches):
+            for part in torch.tensor_split(shuffled(cfg.seed, step)(epoch, len(self)), settings.minibatches):
                 yield self.select(part)
 
 
@@ -146,11 +148,6 @@ def loss_named(name: str, settings: PreferenceSettings) -> PreferenceLossFunctio
     return partial(users_terms, function)
 
 
-def trained_sums(logp: Ragged, trained: Ragged) -> Tensor:
-    """(B,) sum over the trained tokens of each row; what lies under mask 0 is never read."""
-    return masked_values(logp.padded(), trained.padded().to(logp.flat.device)).sum(dim=1)
-
-
 def preference_inputs(out: Outputs, batch: JudgedPairs) -> PreferenceInputs:
     """What a loss of pairs reads.  Raises ShapeError for pairs without reference logprobs."""
     assert out.logp is not None
@@ -186,25 +183,12 @@ def pair_stats(x: PreferenceInputs, terms: PreferenceTerms, counted_P: Tensor) -
 # ---- scores and statistics ----
 
 
-def scores_of(batch: Rollout, penalty: float) -> Tensor:
-    """(B,) the scores, less the penalty of responses that the length limit cut."""
-    assert batch.score is not None, "advantages runs after collect"
-    score_B = batch.score.total - penalty * (~batch.finished).to(batch.score.total)
-    if batch.token_reward is not None:
-        score_B = score_B + trained_sums(batch.token_reward, batch.sequences.trained)
-    return score_B
-
-
 def judged_stats(batch: Rollout) -> Stats:
     """`rollout_stats`, and the distance of the policy's responses from the reference.
 
     The KL is k1 of the sampler's own logprobs, so it is that of the policy that sampled; nats.
     """
-    mask_BT = batch.sequences.trained.padded()
-    kl_BT = kl_k1(batch.rollout_logp.padded(), batch.column("ref_logp").padded())
-    kl_B = masked_values(kl_BT, mask_BT).sum(dim=1).double()
-    found = {"kl/sequence": Stat.of(kl_B), "kl/token": Stat(float(kl_B.sum()), float(mask_BT.sum()))}
-    return {**rollout_stats(batch), **found}
+    return {**rollout_stats(batch), **kl_stats(sequence_kl_of(batch, "rollout_logp", "ref_logp"), batch)}
 
 
 def margin_stats(margin_P: Tensor, unscored_P: Tensor) -> Stats:

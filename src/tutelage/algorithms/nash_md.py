@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutelage.algorithms import judged
-from tutelage.algorithms.judged import StepState, judged_stats, margin_stats, scores_of, trained_sums
+from tutelage.algorithms import own_samples
+from tutelage.algorithms.judged import infer, judged_stats, margin_stats, with_rival
+from tutelage.algorithms.own_samples import StepState, shuffled
 from tutelage.algorithms.policy import counted_tokens
-from tutelage.algorithms.rollout_stats import scored_rows
+from tutelage.algorithms.rollout_stats import penalised, scored_rows, trained_sums
 from tutelage.config.online_dpo import NashMDConfig
 from tutelage.errors import ConfigError
-from tutelage.math.keyed import keyed_permutation, sample_key
 from tutelage.math.masking import aggregation_weights
 from tutelage.math.online_preference import Preference, nash_md_loss, preference_of
 from tutelage.named import load_function
@@ -30,7 +30,7 @@ from tutelage.types import Outputs, Ragged, Rollout, Stat, Stats
 ROLES: tuple[str, ...] = ("actor", "reference", "reward")
 PREFIXES = {"actor": "policy"}
 PUBLISHED: tuple[str, ...] = ("actor",)
-initial_state, state_from = judged.initial_state, judged.state_from
+initial_state, state_from = own_samples.initial_state, own_samples.state_from
 
 
 def collect(prompts: Any, roles: Any, cfg: NashMDConfig) -> Any:
@@ -39,19 +39,13 @@ def collect(prompts: Any, roles: Any, cfg: NashMDConfig) -> Any:
 
 
 def generate(prompts: Any, roles: Any, cfg: NashMDConfig) -> Any:
-    """Responses of the policy and of the mixture, each with keys of its own."""
-    own = roles.actor.generate(prompts)
-    return roles.reference.beside(own, roles.reference.generate(prompts.adding(purpose="rival")))
-
-
-def infer(rollout: Any, roles: Any, cfg: NashMDConfig) -> Any:
-    """Reference logprobs and scores of both sides."""
-    return rollout.adding(ref_logp=roles.reference.logprobs(rollout), score=roles.reward.score(rollout))
+    """Responses of the policy and of the mixture."""
+    return with_rival(prompts, roles)
 
 
 def advantages(batch: Rollout, state: StepState, cfg: NashMDConfig) -> tuple[Rollout, StepState, Stats]:
     """The policy's responses, each with the probability that it is preferred less 1/2 on all of its tokens."""
-    score_P2 = scores_of(batch, cfg.nash_md.missing_eos_penalty).reshape(-1, 2)
+    score_P2 = penalised(batch, cfg.nash_md.missing_eos_penalty).reshape(-1, 2)
     unscored_P = ~scored_rows(batch).reshape(-1, 2).all(dim=1)
     score_P2 = torch.where(unscored_P[:, None], 0.0, score_P2)
     probability_P = probabilities(score_P2[:, 0], score_P2[:, 1], cfg.nash_md.preference)
@@ -76,11 +70,7 @@ def learn(batch: Rollout, roles: Any, cfg: NashMDConfig, state: StepState) -> li
 
 def minibatches(batch: Rollout, cfg: NashMDConfig, step: int) -> Iterator[Rollout]:
     """One pass in `minibatches` parts, in an order keyed by (seed, step)."""
-
-    def order(epoch: int, n: int) -> Tensor:
-        return keyed_permutation(n, sample_key(cfg.seed, step, "minibatches", epoch, "shuffle"))
-
-    return batch.minibatches(1, cfg.nash_md.minibatches, order)
+    return batch.minibatches(1, cfg.nash_md.minibatches, shuffled(cfg.seed, step))
 
 
 @lru_cache(maxsize=32)

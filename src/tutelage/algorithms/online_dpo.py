@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutelage.algorithms import judged
+from tutelage.algorithms import own_samples
 from tutelage.algorithms.judged import (
     JudgedPairs,
-    StepState,
+    infer,
     judged_pairs,
     judged_stats,
     loss_named,
@@ -25,9 +25,9 @@ from tutelage.algorithms.judged import (
     margin_stats,
     pair_stats,
     preference_inputs,
-    scores_of,
 )
-from tutelage.algorithms.rollout_stats import scored_rows
+from tutelage.algorithms.own_samples import StepState, generate
+from tutelage.algorithms.rollout_stats import penalised, scored_rows
 from tutelage.config.online_dpo import OnlineDPOConfig
 from tutelage.math.online_preference import best_and_worst
 from tutelage.math.preference import PreferenceSettings
@@ -36,7 +36,7 @@ from tutelage.types import Outputs, Ragged, Rollout, Stats
 ROLES: tuple[str, ...] = ("actor", "reference", "reward")
 PREFIXES = {"actor": "dpo", "reference": "dpo"}
 PUBLISHED: tuple[str, ...] = ("actor",)
-initial_state, state_from = judged.initial_state, judged.state_from
+initial_state, state_from = own_samples.initial_state, own_samples.state_from
 
 
 def collect(prompts: Any, roles: Any, cfg: OnlineDPOConfig) -> Any:
@@ -44,19 +44,9 @@ def collect(prompts: Any, roles: Any, cfg: OnlineDPOConfig) -> Any:
     return infer(generate(prompts, roles, cfg), roles, cfg)
 
 
-def generate(prompts: Any, roles: Any, cfg: OnlineDPOConfig) -> Any:
-    """`rollout.samples_per_prompt` responses to each prompt."""
-    return roles.actor.generate(prompts)
-
-
-def infer(rollout: Any, roles: Any, cfg: OnlineDPOConfig) -> Any:
-    """Reference logprobs and scores of all responses."""
-    return rollout.adding(ref_logp=roles.reference.logprobs(rollout), score=roles.reward.score(rollout))
-
-
 def advantages(batch: Rollout, state: StepState, cfg: OnlineDPOConfig) -> tuple[JudgedPairs, StepState, Stats]:
     """The best response of each prompt against its worst one, over the global batch."""
-    score_B = scores_of(batch, cfg.online_dpo.missing_eos_penalty)
+    score_B = penalised(batch, cfg.online_dpo.missing_eos_penalty)
     found = best_and_worst(score_B, batch.group, scored_rows(batch))
     none_P = torch.zeros_like(found.unscored)
     pairs = judged_pairs(batch, found.best, found.worst, found.margin, none_P, ~found.unscored)

@@ -1,11 +1,11 @@
-"""What distillation and rejection sampling share: learning from the policy's own samples without a policy ratio.
+"""What algorithms share that learn from the policy's own samples without a policy ratio: state, order, weights.
 
 Shapes: B sequences, T response tokens, R flat response tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ class StepState:
         return {"step": self.step}
 
 
-def initial_state(cfg: Config) -> StepState:
+def initial_state(cfg: Any) -> StepState:
     return StepState(0)
 
 
@@ -43,19 +43,24 @@ def settings_of(cfg: Config) -> DistillSettings | RAFTSettings:
     return getattr(cfg, cfg.algorithm)
 
 
-def generate(prompts: Any, roles: Any, cfg: Config) -> Any:
+def generate(prompts: Any, roles: Any, cfg: Any) -> Any:
     """Prompts -> rollouts, which a schedule may begin ahead of their step."""
     return roles.actor.generate(prompts)
 
 
-def updates_of(batch: Any, cfg: Config, step: int) -> Iterator[Any]:
-    """`epochs` passes over the batch, each in `minibatches` parts, in an order keyed by (seed, step, pass)."""
+def shuffled(seed: int, step: int) -> Callable[[int, int], Tensor]:
+    """(pass, number of items) -> the order of the items, keyed by (seed, step, pass)."""
 
     def order(epoch: int, n: int) -> Tensor:
-        return keyed_permutation(n, sample_key(cfg.seed, step, "minibatches", epoch, "shuffle"))
+        return keyed_permutation(n, sample_key(seed, step, "minibatches", epoch, "shuffle"))
 
+    return order
+
+
+def updates_of(batch: Any, cfg: Config, step: int) -> Iterator[Any]:
+    """`epochs` passes over the batch, each in `minibatches` parts, in an order keyed by (seed, step, pass)."""
     settings = settings_of(cfg)
-    return batch.minibatches(settings.epochs, settings.minibatches, order)
+    return batch.minibatches(settings.epochs, settings.minibatches, shuffled(cfg.seed, step))
 
 
 def token_weights(batch: Rollout, cfg: Config) -> Ragged:

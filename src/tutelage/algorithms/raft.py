@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tutelage.algorithms import own_samples
 from tutelage.algorithms.own_samples import StepState, generate, token_weights, updates_of
-from tutelage.algorithms.policy import counted_tokens, sequence_kl_of
-from tutelage.algorithms.rollout_stats import rollout_stats, scored_rows
+from tutelage.algorithms.policy import counted_tokens
+from tutelage.algorithms.rollout_stats import kl_stats, penalised, rollout_stats, scored_rows, sequence_kl_of
 from tutelage.config.raft import RAFTConfig
 from tutelage.math.rejection import duplicates, kept_responses
 from tutelage.types import Outputs, Ragged, Rollout, Stat, Stats
@@ -51,16 +51,11 @@ def advantages(batch: Rollout, state: StepState, cfg: RAFTConfig) -> tuple[Rollo
     Where fewer are kept than there are mini-batches, others stay to fill them, and weigh nothing.
     """
     stats, own = rollout_stats(batch), cfg.raft
-    score_B = batch.rewarded() - own.missing_eos_penalty * (~batch.finished).float()
-    valid_B = scored_rows(batch)
+    score_B, valid_B = penalised(batch, own.missing_eos_penalty), scored_rows(batch)
     if batch.ref_logp is not None:
-        kl_B = sequence_kl_of(batch)
-        score_B = score_B - cfg.kl.coef * kl_B
-        stats |= {
-            "kl/sequence": Stat.of(kl_B),
-            "kl/token": Stat(float(kl_B.double().sum()), float(batch.sequences.trained.flat.sum())),
-            "kl/coef": Stat(cfg.kl.coef, 1),
-        }
+        kl_B = sequence_kl_of(batch, "old_logp", "ref_logp")
+        score_B = score_B - cfg.kl.coef * kl_B.float()
+        stats |= {**kl_stats(kl_B, batch), "kl/coef": Stat(cfg.kl.coef, 1)}
     kept_B = kept_responses(score_B, batch.group, valid_B, own.keep, top_k=own.top_k, threshold=own.threshold)
     stats |= kept_stats(batch, score_B, valid_B, kept_B)
     chosen = torch.nonzero(kept_B).squeeze(1)

@@ -1,4 +1,4 @@
-"""What every algorithm says of its rollouts: rewards, lengths, episodes; and which of them have a reward at all.
+"""What every algorithm says of its rollouts: rewards, lengths, episodes, KL; and which of them have a reward at all.
 
 Shapes: B sequences, T response tokens.
 """
@@ -9,7 +9,30 @@ import torch
 from torch import Tensor
 
 from tutelage.algorithms.episodes import episode_stats
-from tutelage.types import Rollout, Stat, Stats
+from tutelage.math.kl import kl_k1
+from tutelage.math.masking import masked_values
+from tutelage.types import Ragged, Rollout, Stat, Stats
+
+# ---- sums over the tokens of a response
+
+
+def trained_sums(values: Ragged, trained: Ragged) -> Tensor:
+    """(B,) sum over the trained tokens of each row; what lies under mask 0 is never read."""
+    return masked_values(values.padded(), trained.padded().to(values.flat.device)).sum(dim=1)
+
+
+def sequence_kl_of(batch: Rollout, own: str, other: str) -> Tensor:
+    """(B,) float64 k1 of the columns `own` against `other`, summed over the trained tokens; nats."""
+    kl_BT = kl_k1(batch.column(own).padded(), batch.column(other).padded())
+    return masked_values(kl_BT, batch.sequences.trained.padded()).sum(dim=1).double()
+
+
+# ---- rewards
+
+
+def penalised(batch: Rollout, missing_eos_penalty: float) -> Tensor:
+    """(B,) what each response is paid, less the penalty of those that the length limit cut."""
+    return batch.rewarded() - missing_eos_penalty * (~batch.finished).float()
 
 
 def scored_rows(batch: Rollout) -> Tensor:
@@ -18,6 +41,15 @@ def scored_rows(batch: Rollout) -> Tensor:
     if batch.episode_errors is None:
         return scored_B
     return scored_B & torch.tensor([not error for error in batch.episode_errors], dtype=torch.bool)
+
+
+# ---- statistics
+
+
+def kl_stats(kl_B: Tensor, batch: Rollout, name: str = "kl/") -> Stats:
+    """NAMEsequence: mean over responses; NAMEtoken: mean over trained tokens; nats."""
+    tokens = float(batch.sequences.trained.flat.sum())
+    return {f"{name}sequence": Stat.of(kl_B), f"{name}token": Stat(float(kl_B.double().sum()), tokens)}
 
 
 def policy_lengths(batch: Rollout) -> Tensor:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutelage.algorithms import judged
+from tutelage.algorithms import own_samples
 from tutelage.algorithms.judged import (
     JudgedPairs,
-    StepState,
+    infer,
     judged_pairs,
     judged_stats,
     loss_named,
@@ -24,9 +24,10 @@ from tutelage.algorithms.judged import (
     margin_stats,
     pair_stats,
     preference_inputs,
-    scores_of,
+    with_rival,
 )
-from tutelage.algorithms.rollout_stats import scored_rows
+from tutelage.algorithms.own_samples import StepState
+from tutelage.algorithms.rollout_stats import penalised, scored_rows
 from tutelage.config.online_dpo import XPOConfig
 from tutelage.math.online_preference import xpo_loss
 from tutelage.math.preference import PreferenceSettings
@@ -35,7 +36,7 @@ from tutelage.types import Outputs, Ragged, Rollout, Stat, Stats
 ROLES: tuple[str, ...] = ("actor", "reference", "reward")
 PREFIXES = {"actor": "dpo"}
 PUBLISHED: tuple[str, ...] = ("actor",)
-initial_state, state_from = judged.initial_state, judged.state_from
+initial_state, state_from = own_samples.initial_state, own_samples.state_from
 
 
 def collect(prompts: Any, roles: Any, cfg: XPOConfig) -> Any:
@@ -44,19 +45,13 @@ def collect(prompts: Any, roles: Any, cfg: XPOConfig) -> Any:
 
 
 def generate(prompts: Any, roles: Any, cfg: XPOConfig) -> Any:
-    """Responses of the policy and of the reference.  Their draws have keys of their own: else both would draw alike."""
-    own = roles.actor.generate(prompts)
-    return roles.reference.beside(own, roles.reference.generate(prompts.adding(purpose="rival")))
-
-
-def infer(rollout: Any, roles: Any, cfg: XPOConfig) -> Any:
-    """Reference logprobs and scores of both sides."""
-    return rollout.adding(ref_logp=roles.reference.logprobs(rollout), score=roles.reward.score(rollout))
+    """Responses of the policy and of the reference."""
+    return with_rival(prompts, roles)
 
 
 def advantages(batch: Rollout, state: StepState, cfg: XPOConfig) -> tuple[JudgedPairs, StepState, Stats]:
     """Which side won; a tie and a pair without scores have no preference."""
-    score_P2 = scores_of(batch, cfg.xpo.missing_eos_penalty).reshape(-1, 2)
+    score_P2 = penalised(batch, cfg.xpo.missing_eos_penalty).reshape(-1, 2)
     unscored_P = ~scored_rows(batch).reshape(-1, 2).all(dim=1)
     gap_P = torch.where(unscored_P, 0.0, score_P2[:, 0] - score_P2[:, 1])
     own_P = torch.arange(0, len(batch), 2)

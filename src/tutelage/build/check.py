@@ -12,7 +12,9 @@ from tutelage.algorithms.policy import policy_loss_function
 from tutelage.build.data import stage_data, training_source
 from tutelage.build.functions import held_out_rules, load_gold, rule_sources, with_rule_paths
 from tutelage.build.ready import require_extras, require_ready
+from tutelage.build.reward_models import require_reward_models
 from tutelage.build.stages import build_stage
+from tutelage.build.truths import truth_notes
 from tutelage.config import (
     AnyConfig,
     DistillConfig,
@@ -42,7 +44,7 @@ def check_recipe(loaded: Loaded) -> list[str]:
         size = weights_size(path)
         lines.append(f"{role}: {path}" + (f" ({size / 1e6:.1f} MB of weights)" if size else ""))
     data = stage_data(cfg)
-    lines += [*data.prepared.preflight.lines(), *data.notes]
+    lines += [*data.prepared.preflight.lines(), *data.notes, *truth_notes(cfg, data)]
     require_ready(cfg, data, build_stage(cfg, data).names)
     _, steps = training_source(cfg, len(data.prepared.train))
     held_out = 0 if data.prepared.eval is None else len(data.prepared.eval)
@@ -55,7 +57,10 @@ def check_recipe(loaded: Loaded) -> list[str]:
 
 
 def require_named(cfg: AnyConfig) -> dict[str, str]:
-    """Role -> path of every model that a recipe names.  Raises ModelError, RewardError where a name leads nowhere."""
+    """Role -> path of every model that a recipe names.
+
+    Raises ModelError, RewardError, ConfigError where a name leads nowhere, or to a model that cannot have that role.
+    """
     models = {"model": cfg.model.path}
     if isinstance(cfg, GeneratingConfig):
         if cfg.reward.model is not None:
@@ -78,4 +83,6 @@ def require_named(cfg: AnyConfig) -> dict[str, str]:
         preference_named(cfg.nash_md.preference)
     for path in models.values():
         require_model(path)
+    if isinstance(cfg, GeneratingConfig):
+        require_reward_models(cfg)
     return models

@@ -18,7 +18,7 @@ from tutelage.data.prepare import Prepared, prepare_demonstrations, prepare_pair
 from tutelage.data.sampler import EpochSampler
 from tutelage.data.special import SpecialIds, special_ids
 from tutelage.data.templates import BUILT_IN
-from tutelage.errors import ConfigError
+from tutelage.errors import ConfigError, DataError
 from tutelage.models.load import context_length, load_config, load_tokenizer
 from tutelage.models.paths import base_of_adapter, local_path, quiet
 from tutelage.runfolder import write_json
@@ -110,6 +110,8 @@ def batch_notes(cfg: AnyConfig, prepared: Prepared[Any]) -> tuple[str, ...]:
     rows = len(prepared.train)
     if isinstance(cfg, RewardModelConfig) and not cfg.reward_model.scores_steps:
         require_margins(cfg, prepared.train.margin)
+    if isinstance(cfg, RewardModelConfig) and cfg.reward_model.scores_steps:
+        require_different_labels(cfg, prepared.train.labels.flat)
     if isinstance(cfg, KTOConfig):
         return balance_notes(cfg, prepared.train.desirable)
     if not isinstance(cfg, GeneratingConfig):
@@ -152,6 +154,16 @@ def require_margins(cfg: RewardModelConfig, margin_P: Tensor) -> None:
         )
 
 
+def require_different_labels(cfg: RewardModelConfig, label_N: Tensor) -> None:
+    """Raises DataError where every step has the same label: any answer would get the same scores."""
+    if len(label_N) and bool((label_N == label_N[0]).all()):
+        raise DataError(
+            f"all {len(label_N)} step labels of the training rows of {cfg.data.train} are {float(label_N[0]):g}: there "
+            "is nothing to tell apart",
+            fix="give rows with good and bad steps",
+        )
+
+
 KTO_BALANCE = (1.0, 4.0 / 3.0)
 """Where desirable_weight * desirable / (undesirable_weight * undesirable) belongs (arXiv:2402.01306, section 4.2)."""
 
@@ -159,11 +171,19 @@ KTO_BALANCE = (1.0, 4.0 / 3.0)
 def balance_notes(cfg: KTOConfig, desirable_B: Tensor) -> tuple[str, ...]:
     """A note where the kinds of answers are out of the balance that KTO's authors recommend.
 
-    Raises ConfigError where no answer of the training rows has a loss above 0.
+    Raises ConfigError where no answer of the training rows has a loss above 0, and DataError where bco, which is a
+    classifier, has answers of one kind alone.
     """
     good, bad = int(desirable_B.sum()), int((~desirable_B).sum())
     if cfg.kto.loss == "bco":
-        return () if good and bad else (f"all {good + bad} answers are of one kind: there is nothing to classify",)
+        if not (good and bad):
+            kind = "desirable" if good else "undesirable"
+            raise DataError(
+                f"all {good + bad} training rows of {cfg.data.train} are {kind}, and kto.loss is bco, which learns to "
+                "tell the two kinds apart",
+                fix="give rows of both kinds, or use kto.loss=kto or apo_zero_unpaired",
+            )
+        return ()
     weighted = cfg.kto.desirable_weight * good, cfg.kto.undesirable_weight * bad
     if not any(weighted):
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -31,11 +31,13 @@ from tutelage.transport.roleset import RoleSet
 from tutelage.types import Pairs
 
 
-def cross_validate(cfg: RewardModelConfig, data: StageData, folder: Path, display: str) -> dict[str, Any]:
+def cross_validate(
+    cfg: RewardModelConfig, data: StageData, folder: Path, display: str, stream: TextIO | None = None
+) -> dict[str, Any]:
     """Train `folds` models; accuracy over all pairs with its 95 % Wilson interval, and per fold."""
     pairs, groups = everything(data)
     folds = grouped_folds(groups, cfg.reward_model.folds, cfg.seed)
-    log, show = MetricsLog(folder), make_display(display, len(folds), f"{cfg.name}: folds")
+    log, show = MetricsLog(folder), make_display(display, len(folds), f"{cfg.name}: folds", stream=stream)
     for line in data.prepared.preflight.lines():
         show.event("data", line)
     show.start()

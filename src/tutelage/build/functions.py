@@ -10,7 +10,10 @@ from tutelage.config.rewards import RuleSettings
 from tutelage.config.schema import Schema
 from tutelage.errors import RewardError
 from tutelage.evals.answers import Gold
-from tutelage.rewards.rules import RuleSource, load_rule
+from tutelage.rewards.loading import REWARD_RULE, load_rule
+from tutelage.rewards.rules import RuleSource
+
+EVALUATION_RULE = "evaluation rule"
 
 
 def with_rule_paths(cfg: AnyConfig, recipe: Path) -> AnyConfig:
@@ -47,10 +50,15 @@ def beside(function: str, folder: Path) -> str:
     return f"{path.resolve()}:{name}" if colon else str(path.resolve())
 
 
-def rule_source(rule: RuleSettings, name: str | None = None) -> RuleSource:
-    """Raises RewardError or MissingExtraError for a rule that cannot be loaded."""
+def rule_source(rule: RuleSettings, name: str | None = None, what: str = REWARD_RULE) -> RuleSource:
+    """what: how messages call it.  Raises RewardError or MissingExtraError for a rule that cannot be loaded."""
     return RuleSource(
-        rule.function, name=name, settings=rule.settings, seconds=rule.seconds, concurrency=rule.concurrency
+        rule.function,
+        name=name,
+        settings=rule.settings,
+        seconds=rule.seconds,
+        concurrency=rule.concurrency,
+        what=what,
     )
 
 
@@ -61,7 +69,7 @@ def rule_sources(cfg: GeneratingConfig) -> list[tuple[RuleSource, float]]:
 
 def held_out_rules(cfg: GeneratingConfig) -> dict[str, RuleSource]:
     """`evaluation.rules` by their names.  Raises as `rule_source`."""
-    return {rule.name: rule_source(rule, rule.name) for rule in cfg.evaluation.rules}
+    return {rule.name: rule_source(rule, rule.name, EVALUATION_RULE) for rule in cfg.evaluation.rules}
 
 
 def load_gold(cfg: GeneratingConfig) -> Gold | None:
@@ -74,4 +82,4 @@ def load_gold(cfg: GeneratingConfig) -> Gold | None:
             f"evaluation.gold is {gold!r}, which names no function of yours",
             fix="give module:function or file.py:function, called with (prompt, response)",
         )
-    return cast(Gold, load_rule(gold))
+    return cast(Gold, load_rule(gold, what="evaluation.gold"))

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tutelage import runfolder
 from tutelage.algorithms import algorithm_of
@@ -21,6 +21,7 @@ from tutelage.build.preemption import on_sigterm
 from tutelage.build.ready import require_extras, require_ready
 from tutelage.build.stages import Stage, build_stage
 from tutelage.build.transport import make_transport, restart_lost
+from tutelage.build.truths import truth_notes
 from tutelage.checkpoints import Checkpoints
 from tutelage.config import AnyConfig, DistillConfig, GeneratingConfig, RewardModelConfig, dump_config
 from tutelage.config.checks import check_sense
@@ -52,8 +53,11 @@ class RunResult:
         return self.folder / "checkpoints" / "best" / "model"
 
 
-def run_recipe(loaded: Loaded, display: str = "auto") -> RunResult:
-    """Train what the recipe says.  Raises TutelageError for anything the user can mend."""
+def run_recipe(loaded: Loaded, display: str = "auto", stream: TextIO | None = None) -> RunResult:
+    """Train what the recipe says.  Raises TutelageError for anything the user can mend.
+
+    stream: where the display writes; default: stdout.
+    """
     cfg = with_full_paths(with_rule_paths(loaded.config, loaded.recipe_path))
     require_extras(cfg)
     require_named(cfg)
@@ -61,16 +65,17 @@ def run_recipe(loaded: Loaded, display: str = "auto") -> RunResult:
     data = stage_data(cfg)
     if isinstance(cfg, RewardModelConfig) and cfg.reward_model.folds > 1:
         folder = start_folder(cfg, data)
-        return RunResult(folder, cross_validate(cfg, data, folder, display))
+        return RunResult(folder, cross_validate(cfg, data, folder, display, stream))
     stage = build_stage(cfg, data)
     rows = len(data.prepared.train)
     stage.notes += [*check_sense(cfg), *refill_warnings(cfg, rows, training_source(cfg, rows)[1])]
+    stage.notes += truth_notes(cfg, data)
     require_ready(cfg, data, stage.names)
     if cfg.checkpoint.mirror is not None:
         mirror = Mirror.of(cfg.checkpoint.mirror, Path(runfolder.next_name(cfg.output_dir, cfg.name)))
         mirror.require_free()
         mirror.require_writable()
-    show = make_display(display, training_source(cfg, len(data.prepared.train))[1], cfg.name)
+    show = make_display(display, training_source(cfg, len(data.prepared.train))[1], cfg.name, stream=stream)
     transport = make_transport(cfg, show)
     try:
         handles = started(stage, transport)
@@ -81,17 +86,22 @@ def run_recipe(loaded: Loaded, display: str = "auto") -> RunResult:
         transport.close()
 
 
-def resume_run(folder: Path, display: str = "auto", overrides: Sequence[str] = ()) -> RunResult:
+def resume_run(
+    folder: Path, display: str = "auto", overrides: Sequence[str] = (), stream: TextIO | None = None
+) -> RunResult:
     """Go on from the last complete checkpoint of a run; of a finished run, its summary as it is.
 
     overrides: other values for keys of `cluster`; once the run goes on with them they are kept in its config.yaml.
+    stream: where the display writes; default: stdout.
     Raises CheckpointError where there is no checkpoint, ConfigError for an override of anything else.
     """
     loaded, changes = load_to_resume(folder / "config.yaml", overrides)
     cfg = with_full_paths(loaded)
     folder = folder if cfg.cluster.transport == "local" else folder.absolute()
     if (folder / "summary.json").exists():
-        make_display(display, 0, cfg.name).event("resume", f"{folder} is finished: nothing is left to do")
+        make_display(display, 0, cfg.name, stream=stream).event(
+            "resume", f"{folder} is finished: nothing is left to do"
+        )
         return RunResult(folder, runfolder.read_json(folder / "summary.json"))
     latest = Checkpoints(folder / "checkpoints", "", 1).latest()
     if latest is None:
@@ -104,7 +114,7 @@ def resume_run(folder: Path, display: str = "auto", overrides: Sequence[str] = (
     require_same_lineage(folder, cfg, data)
     stage = build_stage(cfg, data)
     require_ready(cfg, data, stage.names)
-    show = make_display(display, training_source(cfg, len(data.prepared.train))[1], cfg.name)
+    show = make_display(display, training_source(cfg, len(data.prepared.train))[1], cfg.name, stream=stream)
     transport = make_transport(cfg, show)
     try:
         handles = started(stage, transport)

@@ -28,6 +28,7 @@ from tutelage.build.roles import RoleMaker, StageRoles
 from tutelage.config import AnyConfig
 from tutelage.evals.answers import HeldOutAnswers, Judging, first_prompts
 from tutelage.evals.evaluation import Evaluator, HeldOutLoss
+from tutelage.evals.sample_alarms import SampleAlarms
 from tutelage.types import Sequences
 
 CENTRED_ON = 4096
@@ -229,6 +230,7 @@ STAGES: dict[str, StageSpec] = {
         evaluator=distillation.held_out_distance,
         used=distill_roles,
         updates=several_updates,
+        alarms=SampleAlarms,
         finish=lambda handles: inputs_cut(handles) if "reward" in handles else {},
         of_run=distillation.of_run,
     ),
@@ -238,6 +240,7 @@ STAGES: dict[str, StageSpec] = {
         evaluator=held_out_answers,
         used=raft_roles,
         updates=several_updates,
+        alarms=SampleAlarms,
         finish=inputs_cut,
     ),
     "dpo": StageSpec(

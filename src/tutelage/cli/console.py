@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -57,9 +58,39 @@ def warn(warnings: Iterable[str]) -> None:
         typer.echo(f"warning: {warning}", err=True)
 
 
-def echo_json(value: Any) -> None:
-    """One line of JSON on stdout; NaN and infinities as null."""
-    typer.echo(json.dumps(finite(value), ensure_ascii=False, default=str))
+def echo_json(value: Any, stream: TextIO | None = None) -> None:
+    """One line of JSON on the stream, default stdout; NaN and infinities as null."""
+    typer.echo(json.dumps(finite(value), ensure_ascii=False, default=str), file=stream)
+
+
+@contextmanager
+def json_alone(as_json: bool) -> Iterator[TextIO | None]:
+    """The stream for JSON; inside, whatever else is printed to stdout goes to stderr.
+
+    That is what rules, environments, losses and other functions of the user's own print, in any thread, what libraries
+    print, and what processes print that they start.  None, and nothing is changed, where no JSON was asked for.
+    """
+    if not as_json:
+        yield None
+        return
+    stdout = sys.stdout
+    try:
+        number, to = stdout.fileno(), sys.stderr.fileno()
+    except (OSError, ValueError):  # a stream without a file behind it
+        with redirect_stdout(sys.stderr):
+            yield stdout
+        return
+    stdout.flush()
+    stream = os.fdopen(os.dup(number), "w", encoding=stdout.encoding, errors=stdout.errors)
+    os.dup2(to, number)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield stream
+    finally:
+        stdout.flush()
+        os.dup2(stream.fileno(), number)
+        with suppress(BrokenPipeError):
+            stream.close()
 
 
 def finite(value: Any) -> Any:

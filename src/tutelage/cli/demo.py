@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import typer
@@ -26,8 +26,10 @@ NO_KL_STEPS = 50
 SFT, REWARD_MODEL, PPO, NO_KL = "1-sft", "2-reward-model", "3-ppo", "4-ppo-without-kl"
 
 
-def run_demo(folder: Path, seed: int, display: str) -> dict[str, Any]:
+def run_demo(folder: Path, seed: int, display: str, stream: TextIO | None = None) -> dict[str, Any]:
     """Everything in one folder; returns and prints what happened to proxy and gold reward.
+
+    stream: where the display writes; default: stdout.
 
     On one thread: the model's matrices are too small to be shared, and so the numbers do not depend on the core count.
     """
@@ -45,7 +47,7 @@ def run_demo(folder: Path, seed: int, display: str) -> dict[str, Any]:
         loaded, warnings = load_checked(recipe, [*common, *overrides])
         for warning in warnings:
             say(f"warning: {warning}")
-        return run_recipe(loaded, display)
+        return run_recipe(loaded, display, stream)
 
     sft = stage("demo_sft", SFT, f"model.path={folder / 'model'}", f"data.train={corpus.demonstrations}")
     pairs = (f"data.train={corpus.preferences}", f"data.eval={corpus.eval_preferences}")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from tutelage.cli.console import Display, display_of, echo_json, interruptible, require_run, warn
+from tutelage.cli.console import display_of, echo_json, interruptible, json_alone, require_run, warn
 
 if TYPE_CHECKING:
     from tutelage.build import RunResult
@@ -27,7 +27,8 @@ def demo(
     from tutelage.cli.demo import run_demo
 
     try:
-        run_demo(folder, seed, display_of(as_json, plain))
+        with json_alone(as_json) as stream:
+            run_demo(folder, seed, display_of(as_json, plain), stream)
     except KeyboardInterrupt as stop:
         typer.echo(f"\nStopped. What was finished is in {folder}; start again with: tutelage demo", err=True)
         raise typer.Exit(130) from stop
@@ -55,12 +56,12 @@ def run(
 
     loaded, warnings = load_checked(recipe, overrides or [])
     warn(warnings)
-    from tutelage.build import run_recipe
+    with json_alone(as_json) as stream:
+        from tutelage.build import run_recipe
 
-    display = display_of(as_json, plain)
-    with interruptible(Path(loaded.config.output_dir)):
-        result = run_recipe(loaded, display=display)
-    _finish(result, display)
+        with interruptible(Path(loaded.config.output_dir)):
+            result = run_recipe(loaded, display=display_of(as_json, plain), stream=stream)
+        _finish(result, stream)
 
 
 def _run_help(ctx: typer.Context, recipe: str | None, overrides: list[str]) -> None:
@@ -92,12 +93,12 @@ def resume(
     """Go on with a run from its last checkpoint."""
     folder = _fetched(run) if "://" in run else Path(run)
     require_run(folder)
-    from tutelage.build import resume_run
+    with json_alone(as_json) as stream:
+        from tutelage.build import resume_run
 
-    display = display_of(as_json, plain)
-    with interruptible(folder.parent, resumed=folder):
-        result = resume_run(folder, display=display, overrides=overrides or [])
-    _finish(result, display)
+        with interruptible(folder.parent, resumed=folder):
+            result = resume_run(folder, display=display_of(as_json, plain), overrides=overrides or [], stream=stream)
+        _finish(result, stream)
 
 
 def _fetched(url: str) -> Path:
@@ -109,11 +110,12 @@ def _fetched(url: str) -> Path:
     return folder
 
 
-def _finish(result: RunResult, display: Display) -> None:
+def _finish(result: RunResult, stream: TextIO | None) -> None:
+    """stream: where JSON goes that was asked for."""
     page = result.folder / "report.html"
     report_path = str(page) if page.is_file() else None
-    if display == "json":
-        echo_json({"folder": str(result.folder), "report": report_path, "summary": result.summary})
+    if stream is not None:
+        echo_json({"folder": str(result.folder), "report": report_path, "summary": result.summary}, stream)
         return
     typer.echo(f"run folder: {result.folder}")
     if report_path:
@@ -129,12 +131,13 @@ def check(
     from tutelage.config import load_checked
 
     loaded, warnings = load_checked(recipe, overrides or [])
-    from tutelage.build import check_recipe
+    with json_alone(as_json) as stream:
+        from tutelage.build import check_recipe
 
-    lines = check_recipe(loaded)
-    if as_json:
-        echo_json({"ok": True, "warnings": warnings, "lines": lines})
-        return
+        lines = check_recipe(loaded)
+        if as_json:
+            echo_json({"ok": True, "warnings": warnings, "lines": lines}, stream)
+            return
     warn(warnings)
     for line in lines:
         typer.echo(line)

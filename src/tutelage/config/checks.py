@@ -16,6 +16,7 @@ from tutelage.config.policy_loss import policy_loss_problems
 from tutelage.config.ppo import PPOConfig
 from tutelage.config.raft import raft_problems
 from tutelage.config.reward_model import RewardModelConfig
+from tutelage.config.where import at
 from tutelage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def check_sense(config: AnyConfig, sources: Mapping[str, object] | None = None) 
     warnings: list[str] = []
     if config.data.eval is None and config.data.eval_fraction == 0:
         warnings.append(
-            f"data.eval_fraction is 0{_at('data.eval_fraction', where)} and data.eval is not given: nothing is held "
+            f"data.eval_fraction is 0{at('data.eval_fraction', where)} and data.eval is not given: nothing is held "
             "out, so the run cannot show whether it generalises"
         )
     if isinstance(config, GeneratingConfig):
@@ -58,26 +59,26 @@ def check_sense(config: AnyConfig, sources: Mapping[str, object] | None = None) 
         grpo_problems(config, where, problems, warnings)
         if config.kl.coef == 0:
             warnings.append(
-                f"kl.coef is 0{_at('kl.coef', where)}: nothing holds the policy near its start, no reference is built, "
+                f"kl.coef is 0{at('kl.coef', where)}: nothing holds the policy near its start, no reference is built, "
                 "and no KL is reported; follow the gold score, the proxy alone will look good while quality falls"
             )
     if isinstance(config, PPOConfig):
         _ppo_problems(config, where, problems)
         if config.kl.coef == 0:
             warnings.append(
-                f"kl.coef is 0{_at('kl.coef', where)}: nothing holds the policy near the reference; follow the gold "
+                f"kl.coef is 0{at('kl.coef', where)}: nothing holds the policy near the reference; follow the gold "
                 "score and the KL, the proxy reward alone will look good while quality falls"
             )
     if isinstance(config, RewardModelConfig):
         if config.model.lora_rank > 0 and config.reward_model.train_layers == 0:
             problems.append(
-                f"model.lora_rank is {config.model.lora_rank}{_at('model.lora_rank', where)} and "
-                f"reward_model.train_layers is 0{_at('reward_model.train_layers', where)}: every adapter would be "
+                f"model.lora_rank is {config.model.lora_rank}{at('model.lora_rank', where)} and "
+                f"reward_model.train_layers is 0{at('reward_model.train_layers', where)}: every adapter would be "
                 "frozen; drop one of them"
             )
         if config.reward_model.folds > 1:
             warnings.append(
-                f"reward_model.folds is {config.reward_model.folds}{_at('reward_model.folds', where)}: the run reports "
+                f"reward_model.folds is {config.reward_model.folds}{at('reward_model.folds', where)}: the run reports "
                 "accuracy over all pairs and keeps no model; evaluation.*, checkpoint.* and tracking do not apply"
             )
     problems += preference_problems(config, where)
@@ -89,19 +90,19 @@ def check_sense(config: AnyConfig, sources: Mapping[str, object] | None = None) 
 def _ppo_problems(config: PPOConfig, where: Mapping[str, object], problems: list[str]) -> None:
     if config.ppo.vf_coef == 0:
         problems.append(
-            f"ppo.vf_coef is 0{_at('ppo.vf_coef', where)}: the critic would never learn and its advantages would stay "
+            f"ppo.vf_coef is 0{at('ppo.vf_coef', where)}: the critic would never learn and its advantages would stay "
             "noise; give it a weight above 0"
         )
     if config.critic.init == "reward" and config.reward.model is None:
         problems.append(
-            f"critic.init is reward{_at('critic.init', where)} but reward.model is not given; use auto or policy"
+            f"critic.init is reward{at('critic.init', where)} but reward.model is not given; use auto or policy"
         )
 
 
 def _grpo_problems(config: GRPOConfig, where: Mapping[str, object], problems: list[str]) -> None:
     if config.kl.coef == 0 and config.kl.budget is not None:
         problems.append(
-            f"kl.budget is {config.kl.budget:g}{_at('kl.budget', where)} and kl.coef is 0{_at('kl.coef', where)}: "
+            f"kl.budget is {config.kl.budget:g}{at('kl.budget', where)} and kl.coef is 0{at('kl.coef', where)}: "
             "without a reference no KL is measured; give kl.coef a value above 0, or remove the budget"
         )
 
@@ -110,18 +111,18 @@ def _policy_problems(config: PolicyGradientConfig, where: Mapping[str, object], 
     """Of every algorithm with a policy gradient and a KL term."""
     if config.kl.placement == "loss" and config.kl.estimator == "k1":
         problems.append(
-            f"kl.placement is loss{_at('kl.placement', where)} and kl.estimator is k1{_at('kl.estimator', where)}: the "
+            f"kl.placement is loss{at('kl.placement', where)} and kl.estimator is k1{at('kl.estimator', where)}: the "
             "gradient of k1 is zero in expectation, so it holds nothing back; use k2 or k3, or kl.placement=reward"
         )
     if config.kl.placement == "reward" and config.kl.estimator == "k3_unbiased":
         problems.append(
-            f"kl.estimator is k3_unbiased{_at('kl.estimator', where)} and kl.placement is reward"
-            f"{_at('kl.placement', where)}: it differs from k3 only in its gradient, and a reward has none; use k1, k2 "
+            f"kl.estimator is k3_unbiased{at('kl.estimator', where)} and kl.placement is reward"
+            f"{at('kl.placement', where)}: it differs from k3 only in its gradient, and a reward has none; use k1, k2 "
             "or k3, or kl.placement=loss"
         )
     if config.kl.controller == "adaptive" and config.kl.coef == 0:
         problems.append(
-            f"kl.controller is adaptive{_at('kl.controller', where)} and kl.coef is 0{_at('kl.coef', where)}: the "
+            f"kl.controller is adaptive{at('kl.controller', where)} and kl.coef is 0{at('kl.coef', where)}: the "
             "controller multiplies the coefficient, so it would stay 0; start it above 0"
         )
     _horizon_problem(config, where, problems)
@@ -130,10 +131,10 @@ def _policy_problems(config: PolicyGradientConfig, where: Mapping[str, object], 
     batch = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     if batch < minibatches:
         problems.append(
-            f"rollout.prompts_per_step {config.rollout.prompts_per_step}{_at('rollout.prompts_per_step', where)} x "
+            f"rollout.prompts_per_step {config.rollout.prompts_per_step}{at('rollout.prompts_per_step', where)} x "
             f"rollout.samples_per_prompt {config.rollout.samples_per_prompt}"
-            f"{_at('rollout.samples_per_prompt', where)} is {batch} responses, fewer than {section}.minibatches "
-            f"{minibatches}{_at(f'{section}.minibatches', where)}: a mini-batch would be empty"
+            f"{at('rollout.samples_per_prompt', where)} is {batch} responses, fewer than {section}.minibatches "
+            f"{minibatches}{at(f'{section}.minibatches', where)}: a mini-batch would be empty"
         )
 
 
@@ -149,8 +150,8 @@ def _schedule_problem(config: GeneratingConfig, where: Mapping[str, object], pro
     ahead, limit = config.schedule.ahead, config.schedule.max_staleness
     if config.schedule.kind == "asynchronous" and ahead is not None and ahead > limit:
         problems.append(
-            f"schedule.ahead is {ahead}{_at('schedule.ahead', where)} and schedule.max_staleness is {limit}"
-            f"{_at('schedule.max_staleness', where)}: rollouts begun that early would be too old when they are learned "
+            f"schedule.ahead is {ahead}{at('schedule.ahead', where)} and schedule.max_staleness is {limit}"
+            f"{at('schedule.max_staleness', where)}: rollouts begun that early would be too old when they are learned "
             "from; lower ahead or raise max_staleness"
         )
 
@@ -160,7 +161,7 @@ def _horizon_problem(config: PolicyGradientConfig, where: Mapping[str, object], 
     sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     if config.kl.controller == "adaptive" and config.kl.horizon <= 0.2 * sequences:
         problems.append(
-            f"kl.horizon is {config.kl.horizon}{_at('kl.horizon', where)} and a step has {sequences} responses: one "
+            f"kl.horizon is {config.kl.horizon}{at('kl.horizon', where)} and a step has {sequences} responses: one "
             f"step could turn the KL coefficient negative; use a horizon above {0.2 * sequences:g}, such as 10000"
         )
 
@@ -182,10 +183,6 @@ def _reward_problems(config: GeneratingConfig, where: Mapping[str, object], prob
         )
     elif not any(weights):
         problems.append("nothing is rewarded: every weight under reward is 0")
-
-
-def _at(name: str, where: Mapping[str, object]) -> str:
-    return f" ({where[name]})" if name in where else ""
 
 
 def _refuse(problems: Sequence[str], fix: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tutelage.config.generating import GeneratingConfig
 from tutelage.config.reward_model import RewardModelConfig
 from tutelage.config.sft import SFTConfig
+from tutelage.config.where import at
 from tutelage.errors import closest
 from tutelage.layout import Layout
 
@@ -48,7 +49,7 @@ def cluster_problems(config: AnyConfig, where: Mapping[str, object]) -> list[str
             problems.append(f"cluster.place.{role} is not a role.{closest(role, ROLES)} Roles: {', '.join(ROLES)}")
         if pool not in cluster.pools:
             problems.append(
-                f"cluster.place.{role} is {pool!r}{_at(f'cluster.place.{role}', where)}, which is not a pool."
+                f"cluster.place.{role} is {pool!r}{at(f'cluster.place.{role}', where)}, which is not a pool."
                 f"{closest(pool, cluster.pools)} Pools: {', '.join(cluster.pools)}"
             )
     for role in cluster.layout:
@@ -68,7 +69,7 @@ def cluster_problems(config: AnyConfig, where: Mapping[str, object]) -> list[str
             )
     if cluster.restarts and not config.checkpoint.every:
         problems.append(
-            f"cluster.restarts is {cluster.restarts}{_at('cluster.restarts', where)} and checkpoint.every is 0: a lost "
+            f"cluster.restarts is {cluster.restarts}{at('cluster.restarts', where)} and checkpoint.every is 0: a lost "
             "group starts again from a checkpoint; set checkpoint.every"
         )
     if isinstance(config, RewardModelConfig):
@@ -82,7 +83,7 @@ def _noise_problems(config: SFTConfig, layout: Layout, where: Mapping[str, objec
     if config.sft.neftune_alpha is None or layout.size == layout.data:
         return []
     return [
-        f"sft.neftune_alpha is {config.sft.neftune_alpha:g}{_at('sft.neftune_alpha', where)} and the layout of actor "
+        f"sft.neftune_alpha is {config.sft.neftune_alpha:g}{at('sft.neftune_alpha', where)} and the layout of actor "
         f"cuts its rows or its embeddings ({layout}): noise is made on replicas and FSDP shards; leave one of them out"
     ]
 
@@ -94,12 +95,12 @@ def _runtime_env_problems(config: AnyConfig, where: Mapping[str, object]) -> lis
         hint = "" if key in RUNTIME_ENV else closest(key, RUNTIME_ENV)
         if hint:
             name = f"cluster.runtime_env.{key}"
-            problems.append(f"{name}{_at(name, where)} is nothing that Ray reads.{hint}")
+            problems.append(f"{name}{at(name, where)} is nothing that Ray reads.{hint}")
     variables = given.get("env_vars", {})
     for name, value in variables.items() if isinstance(variables, dict) else ():
         if not isinstance(value, str):
             key = f"cluster.runtime_env.env_vars.{name}"
-            problems.append(f"{key} is {value!r}{_at(key, where)}: Ray takes text alone, write it in quotes")
+            problems.append(f"{key} is {value!r}{at(key, where)}: Ray takes text alone, write it in quotes")
     return problems
 
 
@@ -107,10 +108,10 @@ def _rollout_problems(config: AnyConfig, where: Mapping[str, object]) -> list[st
     if not isinstance(config, GeneratingConfig) or config.rollout.engine != "vllm":
         return []
     mode, cluster = config.rollout.vllm.mode, config.cluster
-    said = f"rollout.vllm.mode is {mode}{_at('rollout.vllm.mode', where)}"
+    said = f"rollout.vllm.mode is {mode}{at('rollout.vllm.mode', where)}"
     if config.rollout.vllm.lora == "adapter" and (mode != "colocated" or not config.model.lora_rank):
         return [
-            f"rollout.vllm.lora is adapter{_at('rollout.vllm.lora', where)}: it needs mode colocated and "
+            f"rollout.vllm.lora is adapter{at('rollout.vllm.lora', where)}: it needs mode colocated and "
             f"model.lora_rank above 0 (mode is {mode}, model.lora_rank {config.model.lora_rank})"
         ]
     if mode == "colocated":
@@ -132,7 +133,7 @@ def _server_problems(config: GeneratingConfig, where: Mapping[str, object]) -> l
         return []
     given = {"url": vllm.url, "port": vllm.port if pool.strategy != "STRICT_SPREAD" else 0}
     return [
-        f"rollout.vllm.{key} is {value}{_at(f'rollout.vllm.{key}', where)} and pool {name} has {pool.devices} devices, "
+        f"rollout.vllm.{key} is {value}{at(f'rollout.vllm.{key}', where)} and pool {name} has {pool.devices} devices, "
         f"each with a server of its own: leave {key} out, or set cluster.pools.{name}.devices to 1"
         for key, value in given.items()
         if value
@@ -148,16 +149,12 @@ def _reward_model_problems(config: RewardModelConfig, layout: Layout, where: Map
     settings = config.reward_model
     if settings.folds > 1:
         problems.append(
-            f"reward_model.folds is {settings.folds}{_at('reward_model.folds', where)} and cluster.transport is ray: "
+            f"reward_model.folds is {settings.folds}{at('reward_model.folds', where)} and cluster.transport is ray: "
             "cross-validation runs in one process; use cluster.transport=local"
         )
     if settings.train_layers == 0 and layout.size > layout.replicate:
         problems.append(
-            f"reward_model.train_layers is 0{_at('reward_model.train_layers', where)} and the layout of reward cuts "
+            f"reward_model.train_layers is 0{at('reward_model.train_layers', where)} and the layout of reward cuts "
             f"the model ({layout}): hidden states of a frozen trunk are remembered on replicas only"
         )
     return problems
-
-
-def _at(name: str, where: Mapping[str, object]) -> str:
-    return f" ({where[name]})" if name in where else ""

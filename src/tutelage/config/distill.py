@@ -8,6 +8,7 @@ from typing import Literal
 from tutelage.config.generating import GeneratingConfig
 from tutelage.config.rollouts import RolloutConfig
 from tutelage.config.schema import OnlyIf, Schema, setting
+from tutelage.config.where import at
 
 REVERSE = OnlyIf("distill.divergence is reverse_kl", lambda c: c.distill.divergence == "reverse_kl")
 JSD = OnlyIf("distill.divergence is jsd", lambda c: c.distill.divergence == "jsd")
@@ -80,11 +81,22 @@ class DistillSettings(Schema):
         return self.divergence == "reverse_kl" and self.form == "sampled"
 
 
+class DistillAlarmConfig(Schema):
+    teacher_ratio: float = setting(
+        1.5, "Warn when the KL from the teacher, nats a token, passes this multiple of its start.", gt=1
+    )
+    length_ratio: float = setting(2.0, "Warn when mean length passes this multiple of its start.", gt=1)
+    clip_fraction: float = setting(
+        0.2, "Warn when more than this share of tokens is clipped.", gt=0, le=1, only_if=SAMPLED
+    )
+
+
 class DistillConfig(GeneratingConfig):
     algorithm: Literal["distill"] = setting("distill", "On-policy distillation: a teacher judges the samples.")
     teacher: TeacherConfig = setting(..., "What is learned from.")
     rollout: DistillRolloutConfig = setting(DistillRolloutConfig, "Generation.")
     distill: DistillSettings = setting(DistillSettings, "The algorithm.")
+    alarms: DistillAlarmConfig = setting(DistillAlarmConfig, "When to warn.")
 
     @property
     def rewarded(self) -> bool:
@@ -101,8 +113,8 @@ def distill_problems(config: object, where: Mapping[str, object]) -> list[str]:
     if responses < config.distill.minibatches:
         found.append(
             f"a step has {responses} responses (rollout.prompts_per_step {config.rollout.prompts_per_step}"
-            f"{_at('rollout.prompts_per_step', where)}), fewer than distill.minibatches {config.distill.minibatches}"
-            f"{_at('distill.minibatches', where)}: a mini-batch would be empty"
+            f"{at('rollout.prompts_per_step', where)}), fewer than distill.minibatches {config.distill.minibatches}"
+            f"{at('distill.minibatches', where)}: a mini-batch would be empty"
         )
     asked = {
         "gold": config.evaluation.gold is not None,
@@ -112,16 +124,12 @@ def distill_problems(config: object, where: Mapping[str, object]) -> list[str]:
     for key in [key for key, given in asked.items() if given and not config.rewarded]:
         name = f"evaluation.{key}"
         found.append(
-            f"{name} is given{_at(name, where)}, and the recipe names no reward: sampled answers are judged by the "
+            f"{name} is given{at(name, where)}, and the recipe names no reward: sampled answers are judged by the "
             f"teacher alone; give reward.rules or reward.model, which are only reported, or remove {name}"
         )
     if config.environment.functions:
         found.append(
-            f"environment.functions is given{_at('environment.functions', where)}, but distill reads no reward of an "
+            f"environment.functions is given{at('environment.functions', where)}, but distill reads no reward of an "
             "environment; use grpo, or prompts that are answered in one turn"
         )
     return found
-
-
-def _at(name: str, where: Mapping[str, object]) -> str:
-    return f" ({where[name]})" if name in where else ""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from tutelage.config.common import CheckpointConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
@@ -180,16 +181,23 @@ class DPOSettings(Schema):
             raise PydanticCustomError("alpha", "must not be 0, where alphapo is simpo; use dpo.loss=simpo")
         return alpha
 
-    @model_validator(mode="after")
-    def _smoothed(self) -> DPOSettings:
-        for name, why in NEEDS_SMOOTHING.items():
-            if name in losses_of(self) and self.label_smoothing == 0:
-                raise PydanticCustomError(
-                    "smoothing",
-                    "must have a label_smoothing above 0 for the loss {name}: {why}",
-                    {"name": name, "why": why},
-                )
-        return self
+    @field_validator("label_smoothing")
+    @classmethod
+    def _smoothed(cls, smoothing: float, info: ValidationInfo) -> float:
+        names = info.data.get("loss_weights") or [info.data.get("loss", "")]
+        require_smoothing(names, smoothing)
+        return smoothing
+
+
+def require_smoothing(names: Iterable[str], smoothing: float) -> None:
+    """A problem of the key label_smoothing where one of these losses is nothing without it."""
+    for name in names:
+        if name in NEEDS_SMOOTHING and smoothing == 0:
+            raise PydanticCustomError(
+                "smoothing",
+                "must be above 0 for the loss {name}: {why}",
+                {"name": name, "why": NEEDS_SMOOTHING[name]},
+            )
 
 
 def _require_known(name: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from tutelage.config.schema import OnlyIf, Schema, setting
+from tutelage.config.where import at
 
 if TYPE_CHECKING:
     from tutelage.config.generating import GeneratingConfig
@@ -49,24 +50,19 @@ def environment_problems(config: GeneratingConfig, where: Mapping[str, object]) 
             yield f"environment.functions has the name {name!r}: metrics carry it, so use letters, digits, - and _"
     if schedule.partial_tokens is not None:
         yield (
-            f"schedule.partial_tokens is {schedule.partial_tokens}{_at('schedule.partial_tokens', where)} and "
+            f"schedule.partial_tokens is {schedule.partial_tokens}{at('schedule.partial_tokens', where)} and "
             "environment.functions is given: a call cannot be cut in the middle of an episode; remove partial_tokens"
         )
     if settings.turn_tokens is not None and settings.turn_tokens > config.rollout.max_new_tokens:
         yield (
-            f"environment.turn_tokens is {settings.turn_tokens}{_at('environment.turn_tokens', where)} and "
-            f"rollout.max_new_tokens {config.rollout.max_new_tokens}{_at('rollout.max_new_tokens', where)} limits the "
+            f"environment.turn_tokens is {settings.turn_tokens}{at('environment.turn_tokens', where)} and "
+            f"rollout.max_new_tokens {config.rollout.max_new_tokens}{at('rollout.max_new_tokens', where)} limits the "
             "whole episode: lower the one, or raise the other"
         )
     if config.algorithm in ONE_TURN:
         yield (
             f"environment.functions is given and algorithm is {config.algorithm}, whose other side answers in one "
             "turn: use an algorithm that learns from the policy's own episodes, such as grpo, ppo or online_dpo"
-        )
-    if getattr(getattr(config, "grpo", None), "estimator", None) == "remax":
-        yield (
-            f"grpo.estimator is remax{_at('grpo.estimator', where)} and environment.functions is given: the score of "
-            "the greedy response, its baseline, does not hold what an environment pays; use another estimator"
         )
     if config.rollout.engine == "inprocess":
         yield from _tensor_problems(config, where)
@@ -84,7 +80,3 @@ def _tensor_problems(config: GeneratingConfig, where: Mapping[str, object]) -> I
             f"the layout of {role} has {tensor} tensor-parallel ranks, and environment.functions is given with "
             "rollout.engine inprocess: each would step environments of its own; use rollout.engine vllm, or tensor 1"
         )
-
-
-def _at(name: str, where: Mapping[str, object]) -> str:
-    return f" ({where[name]})" if name in where else ""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from tutelage.config.generating import PolicyGradientConfig
 from tutelage.config.rollouts import KLConfig, PolicySettings, RolloutConfig
 from tutelage.config.schema import OnlyIf, setting
+from tutelage.config.where import at
 from tutelage.errors import closest
 
 ESTIMATORS: tuple[str, ...] = (
@@ -119,13 +120,9 @@ class GRPOConfig(PolicyGradientConfig):
 
 def grpo_problems(config: GRPOConfig, where: Mapping[str, object], problems: list[str], warnings: list[str]) -> None:
     """Estimator, group and refill, across keys: what cannot work goes to `problems`, what is doubtful to `warnings`."""
-
-    def at(name: str) -> str:
-        return f" ({where[name]})" if name in where else ""
-
     settings, samples = config.grpo, config.rollout.samples_per_prompt
-    named = f"grpo.estimator is {settings.estimator}{at('grpo.estimator')}"
-    few = f"rollout.samples_per_prompt is {samples}{at('rollout.samples_per_prompt')}"
+    named = f"grpo.estimator is {settings.estimator}{at('grpo.estimator', where)}"
+    few = f"rollout.samples_per_prompt is {samples}{at('rollout.samples_per_prompt', where)}"
     if settings.estimator == "gae":
         problems.append(
             f"{named}: it needs a critic, which this stage has not; it is that of the ppo stage (algorithm: ppo)"
@@ -142,45 +139,45 @@ def grpo_problems(config: GRPOConfig, where: Mapping[str, object], problems: lis
         )
     if settings.estimator == "grpo" and settings.scale_rewards == "none":
         problems.append(
-            f"grpo.scale_rewards is none{at('grpo.scale_rewards')} and {named}: without the standard deviation it is "
-            "dr_grpo; use that name, or group or batch"
+            f"grpo.scale_rewards is none{at('grpo.scale_rewards', where)} and {named}: without the standard deviation "
+            "it is dr_grpo; use that name, or group or batch"
         )
     if settings.estimator == "remax" and config.schedule.kind == "asynchronous":
         problems.append(
-            f"{named} and schedule.kind is asynchronous{at('schedule.kind')}: the greedy responses belong to a whole "
-            "batch of prompts, which asynchronous steps mix; use synchronous or one_step_off"
+            f"{named} and schedule.kind is asynchronous{at('schedule.kind', where)}: the greedy responses belong to a "
+            "whole batch of prompts, which asynchronous steps mix; use synchronous or one_step_off"
         )
     if settings.estimator == "remax" and config.environment.functions:
         problems.append(
-            f"{named} and environment.functions is given{at('environment.functions')}: what an environment pays is not "
-            "in the score of a greedy response; use another estimator"
+            f"{named} and environment.functions is given{at('environment.functions', where)}: what an environment pays "
+            "is not in the score of a greedy response; use another estimator"
         )
     if settings.overlong_buffer > config.rollout.max_new_tokens:
         problems.append(
-            f"grpo.overlong_buffer is {settings.overlong_buffer}{at('grpo.overlong_buffer')} and "
-            f"rollout.max_new_tokens {config.rollout.max_new_tokens}{at('rollout.max_new_tokens')}: every response "
-            "would lose score; lower it"
+            f"grpo.overlong_buffer is {settings.overlong_buffer}{at('grpo.overlong_buffer', where)} and "
+            f"rollout.max_new_tokens {config.rollout.max_new_tokens}{at('rollout.max_new_tokens', where)}: every "
+            "response would lose score; lower it"
         )
     if settings.dynamic_sampling:
-        _refill_problems(config, problems, few, at)
+        _refill_problems(config, problems, few, where)
     if settings.estimator == "reinforce_plus_plus" and config.kl.coef > 0 and config.kl.placement == "loss":
         warnings.append(
-            f"{named} and kl.placement is loss{at('kl.placement')}: REINFORCE++ as published has the KL in the reward "
-            "(kl.placement=reward, kl.estimator=k1)"
+            f"{named} and kl.placement is loss{at('kl.placement', where)}: REINFORCE++ as published has the KL in the "
+            "reward (kl.placement=reward, kl.estimator=k1)"
         )
 
 
-def _refill_problems(config: GRPOConfig, problems: list[str], few: str, at: Any) -> None:
+def _refill_problems(config: GRPOConfig, problems: list[str], few: str, where: Mapping[str, object]) -> None:
     if config.rollout.samples_per_prompt < 2:
         problems.append(
-            f"grpo.dynamic_sampling is true{at('grpo.dynamic_sampling')} and {few}: one score is always equal to "
-            "itself, and every group would be dropped; use at least 2"
+            f"grpo.dynamic_sampling is true{at('grpo.dynamic_sampling', where)} and {few}: one score is always equal "
+            "to itself, and every group would be dropped; use at least 2"
         )
     if config.schedule.kind != "synchronous":
         problems.append(
-            f"grpo.dynamic_sampling is true{at('grpo.dynamic_sampling')} and schedule.kind is {config.schedule.kind}"
-            f"{at('schedule.kind')}: whether a step needs further prompts is known only when its scores are, so "
-            "nothing can be begun ahead; use schedule.kind=synchronous"
+            f"grpo.dynamic_sampling is true{at('grpo.dynamic_sampling', where)} and schedule.kind is "
+            f"{config.schedule.kind}{at('schedule.kind', where)}: whether a step needs further "
+            "prompts is known only when its scores are, so nothing can be begun ahead; use schedule.kind=synchronous"
         )
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from tutelage.config.dpo import COUPLED, LOSS_READS, NEEDS_SMOOTHING, PER_PAIR, REFERENCE, SMOOTHING, TAU, reads
+from tutelage.config.dpo import COUPLED, LOSS_READS, PER_PAIR, REFERENCE, SMOOTHING, TAU, reads, require_smoothing
 from tutelage.config.generating import GeneratingConfig
 from tutelage.config.rollouts import RolloutConfig
 from tutelage.config.schedule import ScheduleConfig
 from tutelage.config.schema import OnlyIf, Schema, setting
+from tutelage.config.where import at
 from tutelage.errors import closest
 
 ONLINE_LOSSES = tuple(
@@ -62,15 +63,11 @@ class PairSettings(Schema):
             {"known": known, "name": name, "hint": hint},
         )
 
-    @model_validator(mode="after")
-    def _smoothed(self) -> Self:
-        if self.loss in NEEDS_SMOOTHING and self.label_smoothing == 0:
-            raise PydanticCustomError(
-                "smoothing",
-                "must have a label_smoothing above 0 for the loss {name}: {why}",
-                {"name": self.loss, "why": NEEDS_SMOOTHING[self.loss]},
-            )
-        return self
+    @field_validator("label_smoothing")
+    @classmethod
+    def _smoothed(cls, smoothing: float, info: ValidationInfo) -> float:
+        require_smoothing([info.data.get("loss", "")], smoothing)
+        return smoothing
 
 
 class OnlineDPOSettings(PairSettings):
@@ -208,15 +205,15 @@ def preference_problems(config: object, where: Mapping[str, object]) -> list[str
     if isinstance(config, OnlineDPOConfig) and config.online_dpo.reference_every and config.model.lora_rank:
         problems.append(
             f"online_dpo.reference_every is {config.online_dpo.reference_every}"
-            f"{_at('online_dpo.reference_every', where)} and model.lora_rank is {config.model.lora_rank}"
-            f"{_at('model.lora_rank', where)}: with LoRA the reference is the base with the adapter off, which never "
+            f"{at('online_dpo.reference_every', where)} and model.lora_rank is {config.model.lora_rank}"
+            f"{at('model.lora_rank', where)}: with LoRA the reference is the base with the adapter off, which never "
             "moves; train the full model, or merge the adapter after a run and start the next round from it"
         )
     if isinstance(config, NashMDConfig | XPOConfig):
         problems += _placement_problems(config, where)
         if config.environment.functions:
             problems.append(
-                f"environment.functions is given{_at('environment.functions', where)}, but the other side of a pair "
+                f"environment.functions is given{at('environment.functions', where)}, but the other side of a pair "
                 f"answers in one turn; use another algorithm than {config.algorithm}"
             )
     return problems
@@ -232,7 +229,7 @@ def _size_problems(config: PreferenceConfig, where: Mapping[str, object]) -> lis
     name = f"{config.algorithm}.minibatches"
     return [
         f"a step has {pairs} pairs (rollout.prompts_per_step {config.rollout.prompts_per_step}"
-        f"{_at('rollout.prompts_per_step', where)}), fewer than {name} {section.minibatches}{_at(name, where)}: a "
+        f"{at('rollout.prompts_per_step', where)}), fewer than {name} {section.minibatches}{at(name, where)}: a "
         "mini-batch would be empty"
     ]
 
@@ -262,7 +259,3 @@ def _placement_problems(config: XPOConfig | NashMDConfig, where: Mapping[str, ob
             f"({cluster.layout_of('actor')}) is not that of reference ({cluster.layout_of('reference')}): give them one"
         )
     return problems
-
-
-def _at(name: str, where: Mapping[str, object]) -> str:
-    return f" ({where[name]})" if name in where else ""

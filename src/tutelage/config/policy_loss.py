@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from tutelage.config.schema import OnlyIf, Schema, setting
+from tutelage.config.where import at
 from tutelage.errors import closest
 
 if TYPE_CHECKING:
@@ -114,25 +115,25 @@ def policy_loss_problems(
 ) -> None:
     """Of the loss and its neighbours: kinds that do not exist, denominators that change what a loss means."""
     loss, kind = config.policy_loss, config.policy_loss.kind
-    said = f"policy_loss.kind is {kind}{_at('policy_loss.kind', where)}"
+    said = f"policy_loss.kind is {kind}{at('policy_loss.kind', where)}"
     settings: Any = getattr(config, config.algorithm)
     if kind not in KINDS and ":" not in kind:
         problems.append(f"{said}, which is no policy loss.{closest(kind, KINDS)} Use one of them, or module:function")
     if kind == "clip_cov" and loss.clip_cov.cov_low >= loss.clip_cov.cov_high:
         problems.append(
             f"policy_loss.clip_cov.cov_low is {loss.clip_cov.cov_low:g} and cov_high is {loss.clip_cov.cov_high:g}"
-            f"{_at('policy_loss.clip_cov.cov_low', where)}: no token lies between them, so none would be detached"
+            f"{at('policy_loss.clip_cov.cov_low', where)}: no token lies between them, so none would be detached"
         )
     if loss.entropy_controller == "adaptive" and settings.entropy_coef > loss.entropy_coef_max:
         problems.append(
             f"{config.algorithm}.entropy_coef is {settings.entropy_coef:g} and policy_loss.entropy_coef_max is "
-            f"{loss.entropy_coef_max:g}{_at('policy_loss.entropy_coef_max', where)}: the controller would start above "
+            f"{loss.entropy_coef_max:g}{at('policy_loss.entropy_coef_max', where)}: the controller would start above "
             "its bound; raise the bound or start lower"
         )
     if kind in OF_SEQUENCES and settings.aggregation != "seq_mean_token_mean":
         name = f"{config.algorithm}.aggregation"
         warnings.append(
-            f"{said} and {name} is {settings.aggregation}{_at(name, where)}: the loss of a response is counted once "
+            f"{said} and {name} is {settings.aggregation}{at(name, where)}: the loss of a response is counted once "
             "per token, so long responses weigh more; the paper's loss is seq_mean_token_mean"
         )
     one_advantage = kind == "gmpo" or (kind == "gspo" and loss.gspo.form == "sequence")
@@ -156,17 +157,13 @@ def _off_policy_problems(
     correction, cap = config.off_policy.correction, config.off_policy.cap
     if correction.startswith("geometric") and cap >= 1.5:
         warnings.append(
-            f"off_policy.correction is {correction}{_at('off_policy.correction', where)} and off_policy.cap is {cap:g}"
-            f"{_at('off_policy.cap', where)}: the geometric mean of the ratios of a response stays within percents "
+            f"off_policy.correction is {correction}{at('off_policy.correction', where)} and off_policy.cap is {cap:g}"
+            f"{at('off_policy.cap', where)}: the geometric mean of the ratios of a response stays within percents "
             "of 1, so nothing would be cut; use a cap such as 1.001"
         )
     if config.kl.placement == "reward" and config.kl.estimator == "k3_importance":
         problems.append(
-            f"kl.estimator is k3_importance{_at('kl.estimator', where)} and kl.placement is reward"
-            f"{_at('kl.placement', where)}: it differs from k3 only in what a loss differentiates, and a reward is not "
+            f"kl.estimator is k3_importance{at('kl.estimator', where)} and kl.placement is reward"
+            f"{at('kl.placement', where)}: it differs from k3 only in what a loss differentiates, and a reward is not "
             "differentiated; use k1, k2 or k3, or kl.placement=loss"
         )
-
-
-def _at(name: str, where: Mapping[str, object]) -> str:
-    return f" ({where[name]})" if name in where else ""

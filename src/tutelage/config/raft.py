@@ -8,6 +8,7 @@ from typing import Literal
 from tutelage.config.generating import GeneratingConfig
 from tutelage.config.rollouts import RolloutConfig
 from tutelage.config.schema import OnlyIf, Schema, setting
+from tutelage.config.where import at
 
 TOP_K = OnlyIf("raft.keep is top_k", lambda c: c.raft.keep == "top_k")
 THRESHOLD = OnlyIf("raft.keep is threshold", lambda c: c.raft.keep == "threshold")
@@ -42,11 +43,22 @@ class RAFTKLConfig(Schema):
     )
 
 
+class RAFTAlarmConfig(Schema):
+    kl: float = setting(
+        10.0,
+        "Warn when the sequence KL passes this many nats.",
+        gt=0,
+        only_if=OnlyIf("kl.coef is above 0", lambda c: c.kl.coef > 0),
+    )
+    length_ratio: float = setting(2.0, "Warn when mean length passes this multiple of its start.", gt=1)
+
+
 class RAFTConfig(GeneratingConfig):
     algorithm: Literal["raft"] = setting("raft", "Rejection sampling: supervised fine-tuning on the best of n samples.")
     rollout: RAFTRolloutConfig = setting(RAFTRolloutConfig, "Generation.")
     raft: RAFTSettings = setting(RAFTSettings, "The algorithm.")
     kl: RAFTKLConfig = setting(RAFTKLConfig, "Distance from the reference.")
+    alarms: RAFTAlarmConfig = setting(RAFTAlarmConfig, "When to warn.")
 
 
 def raft_problems(config: object, where: Mapping[str, object]) -> list[str]:
@@ -54,23 +66,19 @@ def raft_problems(config: object, where: Mapping[str, object]) -> list[str]:
     if not isinstance(config, RAFTConfig):
         return []
     found, samples, own = [], config.rollout.samples_per_prompt, config.raft
-    said = f"rollout.samples_per_prompt is {samples}{_at('rollout.samples_per_prompt', where)}"
+    said = f"rollout.samples_per_prompt is {samples}{at('rollout.samples_per_prompt', where)}"
     if own.keep == "best" and samples < 2:
         found.append(f"{said}: the best of one response is every response, good or bad; use at least 2, better 8")
     if own.keep == "top_k" and samples <= own.top_k:
         found.append(
-            f"{said} and raft.top_k is {own.top_k}{_at('raft.top_k', where)}: every response would be kept; take more "
+            f"{said} and raft.top_k is {own.top_k}{at('raft.top_k', where)}: every response would be kept; take more "
             "samples, or lower raft.top_k"
         )
     kept = config.rollout.prompts_per_step * {"best": 1, "top_k": own.top_k, "threshold": samples}[own.keep]
     if kept < own.minibatches:
         found.append(
             f"a step keeps at most {kept} responses (rollout.prompts_per_step {config.rollout.prompts_per_step}"
-            f"{_at('rollout.prompts_per_step', where)}), fewer than raft.minibatches {own.minibatches}"
-            f"{_at('raft.minibatches', where)}: a mini-batch would be empty"
+            f"{at('rollout.prompts_per_step', where)}), fewer than raft.minibatches {own.minibatches}"
+            f"{at('raft.minibatches', where)}: a mini-batch would be empty"
         )
     return found
-
-
-def _at(name: str, where: Mapping[str, object]) -> str:
-    return f" ({where[name]})" if name in where else ""

@@ -7,7 +7,7 @@ from typing import Literal
 from tutelage.config.schema import OnlyIf, Schema, setting
 
 ASYNCHRONOUS = OnlyIf("schedule.kind is asynchronous", lambda c: c.schedule.kind == "asynchronous")
-TRAINERS_OLD = OnlyIf("off_policy.old_logprobs is trainer", lambda c: c.off_policy.old_logprobs == "trainer")
+TRAINERS_OLD = OnlyIf("off_policy.old_logprobs is not rollout", lambda c: c.off_policy.old_logprobs != "rollout")
 CORRECTED = OnlyIf("off_policy.correction is not none", lambda c: c.off_policy.correction != "none")
 
 
@@ -37,10 +37,11 @@ class ScheduleConfig(Schema):
 
 
 class OffPolicyConfig(Schema):
-    old_logprobs: Literal["trainer", "rollout"] = setting(
-        "trainer",
+    old_logprobs: Literal["auto", "trainer", "rollout"] = setting(
+        "auto",
         "Which logprobs the ratio of the loss starts from: trainer: the weights before this step's updates (decoupled "
-        "PPO); rollout: the sampler's own.",
+        "PPO), inferred in a pass of their own; auto: the same, without that pass where the step's one update computes "
+        "them itself (docs/grpo.md); rollout: the sampler's own.",
     )
     correction: Literal[
         "none",

@@ -144,8 +144,8 @@ def prepare_steps(
         if refused:
             item, label = refused[0]
             raise DataError(
-                f"row {item.row} of {cfg.train} has the label {label:g}, and {len(refused)} labels are like it: this "
-                "loss takes 0 to 1",
+                f"row {item.row} has the label {label:g}, and {len(refused)} labels are like it: this loss takes 0 to "
+                "1",
                 fix="use reward_model.loss=step_mse for other numbers",
             )
         labels = [torch.tensor(item.value[1], dtype=torch.float32) for item in items]

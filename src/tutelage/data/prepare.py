@@ -282,7 +282,17 @@ def prepare_rows(
         raise DataError(f"no row of {cfg.eval} can be used\n" + "\n".join(report.lines()), fix="repair the eval data")
     digest = hashlib.sha256("".join(part.fingerprint for part in read).encode()).hexdigest()
     eval_groups = _groups(held)
-    return Prepared(build(train), build(held) if held else None, report, digest, _groups(train), eval_groups)
+    batch = _built(build, train, f"training rows of {cfg.train}")
+    held_out = _built(build, held, f"held-out rows of {cfg.eval or cfg.train}") if held else None
+    return Prepared(batch, held_out, report, digest, _groups(train), eval_groups)
+
+
+def _built(build: Callable[[Sequence[Item]], T], items: Sequence[Item], rows: str) -> T:
+    """What `build` makes of them; an error of its own says of which rows it speaks."""
+    try:
+        return build(items)
+    except DataError as error:
+        raise DataError(f"{rows}: {error.what}", fix=error.fix) from error
 
 
 def _groups(items: Sequence[Item]) -> list[str]:

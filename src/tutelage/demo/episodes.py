@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 import operator
 import random
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from tutelage.demo.arguments import folder_and_seed
 from tutelage.demo.model import build_model_folder
 
 LOW, HIGH = 1, 9
@@ -144,5 +144,6 @@ def _write(path: Path, rows: Iterable[object]) -> None:
 
 
 if __name__ == "__main__":
-    made = write_episode_demo(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    asked = folder_and_seed("tutelage.demo.episodes", "rows, demonstrations and an untrained model")
+    made = write_episode_demo(*asked)
     print("\n".join(str(path) for path in vars(made).values()))

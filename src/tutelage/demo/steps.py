@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import random
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tutelage.demo.arguments import folder_and_seed
 from tutelage.demo.corpus import CorpusSize, split_prompts, write_answer
 from tutelage.demo.gold import gold_score
 
@@ -45,4 +45,4 @@ def _not_lower(quality: Sequence[float]) -> list[bool]:
 
 
 if __name__ == "__main__":
-    print(*write_steps(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0), sep="\n")
+    print(*write_steps(*folder_and_seed("tutelage.demo.steps", "answers with labelled sentences")), sep="\n")

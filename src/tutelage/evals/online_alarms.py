@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tutelage.alarms import Alarm
+from tutelage.alarms import LONGER_FOR_REWARD, Alarm, kl_alarm, length_alarm
 from tutelage.config.online_dpo import PreferenceConfig
 
 
@@ -32,27 +33,17 @@ class PreferenceAlarms:
         length = metrics["rollout/length_mean"]
         if self.first_length is None:
             self.first_length = length
-        watched = (self._kl(metrics["kl/sequence"]), self._length(length, self.first_length), self._ties(metrics))
+        bounds, name = self.cfg.alarms, self.cfg.algorithm
+        watched = (
+            kl_alarm(metrics["kl/sequence"], bounds.kl, f"Raise {name}.beta, or lower optim.lr"),
+            length_alarm(length, self.first_length, bounds.length_ratio, LONGER_FOR_REWARD.format(name=name)),
+            self._ties(metrics),
+            self._unscored(metrics),
+        )
         found = [alarm for alarm in watched if alarm is not None]
         new = [alarm for alarm in found if alarm.kind not in self.ringing]
         self.ringing = {alarm.kind for alarm in found}
         return new
-
-    def _kl(self, kl: float) -> Alarm | None:
-        bound, name = self.cfg.alarms.kl, self.cfg.algorithm
-        if kl <= bound:
-            return None
-        text = f"sequence KL is {kl:.2f} nats (alarm at {bound:g}): the policy is far from the reference. "
-        return Alarm("kl", f"{text}Raise {name}.beta, or lower optim.lr")
-
-    def _length(self, length: float, start: float) -> Alarm | None:
-        name = self.cfg.algorithm
-        if length <= self.cfg.alarms.length_ratio * start:
-            return None
-        text = f"mean length is {length:.0f} tokens, {length / start:.1f} times its start ({start:.0f}). "
-        return Alarm(
-            "length_explosion", f"{text}Set {name}.missing_eos_penalty, or look for a reward that pays for length"
-        )
 
     def _ties(self, metrics: Mapping[str, float]) -> Alarm | None:
         tied, bound = metrics["preference/tied_fraction"], self.cfg.alarms.tied_fraction
@@ -60,3 +51,14 @@ class PreferenceAlarms:
             return None
         text = f"{tied:.0%} of the pairs have equal scores (alarm at {bound:.0%}) and teach nothing. "
         return Alarm("ties", f"{text}Raise rollout.temperature or samples, or use a reward with finer steps")
+
+    def _unscored(self, metrics: Mapping[str, float]) -> Alarm | None:
+        """Pairs are there, and none of them has two scores."""
+        pairs = metrics.get("preference/unscored", 0.0)
+        if not pairs or not math.isnan(metrics["preference/tied_fraction"]):
+            return None
+        return Alarm(
+            "unscored",
+            f"none of the {pairs:.0f} pairs of this step has two scores, so nothing is learned. Read the reasons in "
+            "samples/errors.jsonl; correct the rule or the environment, or raise its seconds",
+        )

@@ -17,6 +17,7 @@ from numbers import Real
 from typing import Any
 
 from tutelage.errors import RewardError
+from tutelage.rewards.loading import REWARD_RULE
 
 BESIDES = ("messages", "tokens", "finished")
 ONE = {
@@ -66,7 +67,7 @@ class Manner:
         )
 
 
-def manner_of(rule: Any, spec: str) -> Manner:
+def manner_of(rule: Any, spec: str, what: str = REWARD_RULE) -> Manner:
     """Raises RewardError for a rule on one response that asks for something unknown."""
     asynchronous = inspect.iscoroutinefunction(rule) or inspect.iscoroutinefunction(type(rule).__call__)
     try:
@@ -84,7 +85,7 @@ def manner_of(rule: Any, spec: str) -> Manner:
     ]
     if unknown:
         raise RewardError(
-            f"reward rule {spec!r} is called for each response, and asks for {', '.join(unknown)}",
+            f"{what} {spec!r} is called for each response, and asks for {', '.join(unknown)}",
             fix=f"a rule on one response may name {', '.join(ONE)}",
         )
     everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -58,7 +58,7 @@ class RuleProcess:
             self.close()
             what = f"took more than {START_SECONDS:g} s" if isinstance(error, LateError) else str(error)
             raise RewardError(
-                f"the process of reward rule {self.spec} did not start: {what}", fix="import its module by hand"
+                f"the process of {order.what} {self.spec} did not start: {what}", fix="import its module by hand"
             ) from error
         if isinstance(said, Refusal):
             self.close()
@@ -249,13 +249,13 @@ class RuleProcesses:
         return answer
 
     def whole_error(self, outcome: Outcome, count: int) -> RewardError:
-        spec = self.order.spec
+        spec, what = self.order.spec, self.order.what
         if outcome.error.startswith("returned"):
             fix = f"make {spec} return a list with one float per response, in their order"
-            return RewardError(f"reward rule {spec} {outcome.error}", fix=fix)
+            return RewardError(f"{what} {spec} {outcome.error}", fix=fix)
         detail = f": {outcome.detail}" if outcome.detail else ""
         fix = outcome.fix or f"correct {spec}; it must accept every response, also an empty one"
-        return RewardError(f"reward rule {spec} {outcome.error} a batch of {count} responses{detail}", fix=fix)
+        return RewardError(f"{what} {spec} {outcome.error} a batch of {count} responses{detail}", fix=fix)
 
 
 def dead(error: DeadError) -> Outcome:

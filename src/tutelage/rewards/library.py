@@ -21,3 +21,5 @@ BUILTIN_RULES: dict[str, Callable[..., Callable[..., float]]] = {
     "ends_with_punctuation": builtin.ends_with_punctuation,
     "script_share": builtin.script_share,
 }
+NEED_TRUTHS = frozenset({"exact_match", "math_answer", "numeric_match"})
+"""Rules that cannot judge a response to a row without a ground truth."""

@@ -18,7 +18,7 @@ from tutelage.errors import RewardError
 from tutelage.rewards.calls import Columns, Outcome, manner_of
 from tutelage.rewards.checks import prompt_text, row_name
 from tutelage.rewards.isolation import RuleProcesses
-from tutelage.rewards.loading import load_rule, name_of
+from tutelage.rewards.loading import REWARD_RULE, load_rule, name_of
 from tutelage.rewards.worker import Order
 from tutelage.types import Rollout
 
@@ -29,7 +29,7 @@ class RuleSource:
     """A rule as a reward source.
 
     spec, settings  see `rewards.loading`; file paths are taken from `folder` (default: the working directory).
-    name            default: the function's.
+    name            default: the function's.        what: how messages call it.
     seconds         deadline of one response.    concurrency: responses judged at once (None: 1, async 32).
     Raises RewardError when the rule cannot be loaded.
     """
@@ -43,11 +43,13 @@ class RuleSource:
         settings: Mapping[str, Any] | None = None,
         seconds: float = 10.0,
         concurrency: int | None = None,
+        what: str = REWARD_RULE,
     ) -> None:
         self.spec = spec
         self.name = name or name_of(spec)
-        manner_of(load_rule(spec, folder, settings), spec)
-        order = Order(spec, Path(os.path.abspath(folder or Path.cwd())), dict(settings or {}))
+        self.what = what
+        manner_of(load_rule(spec, folder, settings, what), spec, what)
+        order = Order(spec, Path(os.path.abspath(folder or Path.cwd())), dict(settings or {}), what)
         self.processes = RuleProcesses(order, seconds, concurrency)
 
     def score(self, rollout: Rollout) -> Tensor:
@@ -88,7 +90,7 @@ class RuleSource:
             else f"correct {self.spec}; it must accept every response, also an empty one"
         )
         return RewardError(
-            f"reward rule {self.spec} {outcome.error} {row_name(rollout, bad[0])}{detail}{more}", fix=fix
+            f"{self.what} {self.spec} {outcome.error} {row_name(rollout, bad[0])}{detail}{more}", fix=fix
         )
 
 

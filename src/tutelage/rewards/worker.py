@@ -7,8 +7,10 @@ Jobs and answers (`Columns`, `Outcome`) are pickled by the two ends of one run a
 from __future__ import annotations
 
 import faulthandler
+import io
 import os
 import signal
+import sys
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tutelage.errors import TutelageError
 from tutelage.rewards.calls import Columns, Manner, Outcome, failed, late, manner_of, read, read_all
-from tutelage.rewards.loading import load_rule
+from tutelage.rewards.loading import REWARD_RULE, load_rule
 
 if TYPE_CHECKING:
     import asyncio
@@ -27,11 +29,12 @@ ORPHAN_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Order:
-    """How to load the rule."""
+    """How to load the rule.  what: how messages call it."""
 
     spec: str
     folder: Path | None
     settings: dict[str, Any]
+    what: str = REWARD_RULE
 
 
 @dataclass(frozen=True)
@@ -132,11 +135,13 @@ def main(descriptor: int) -> None:
     """Serve on the pipe that was inherited as a file descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it closes the pipe
     os.dup2(2, 1)  # what a rule prints must not be mistaken for output of the command
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # it is read when the process was ended, too
     pipe = Connection(descriptor)
     order: Order = pipe.recv()
     try:
-        rule = load_rule(order.spec, order.folder, order.settings)
-        manner = manner_of(rule, order.spec)
+        rule = load_rule(order.spec, order.folder, order.settings, order.what)
+        manner = manner_of(rule, order.spec, order.what)
     except TutelageError as error:
         pipe.send(Refusal(error.what, error.fix))
         return

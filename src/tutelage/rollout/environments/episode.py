@@ -55,7 +55,7 @@ class Episode:
 
     @property
     def label(self) -> str:
-        return f"environment {self.name!r}, prompt {self.prompt_id!r}, sample {self.sample}, turn {self.turns}"
+        return f"environment {self.name!r}, prompt {self.prompt_id!r}, sample {self.sample}"
 
     def said(self, tokens: Sequence[int], logps: Sequence[float], text: str, version: int) -> None:
         """A turn of the policy."""

@@ -10,14 +10,13 @@ Settings are keyword arguments with literal values; nothing else in a name is ev
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tutelage.errors import ConfigError, closest
-from tutelage.named import load_named
+from tutelage.named import load_named, parse_spec
 from tutelage.rollout.environments.builtin import BUILT_IN
 from tutelage.rollout.environments.driver import Factory
 
@@ -42,7 +41,7 @@ def load_environment(name: str, spec: str, folder: Path | None = None) -> Factor
             + (closest(target, BUILT_IN) or f" Built in are {', '.join(BUILT_IN)}."),
             fix="name a built-in environment, module:factory, or file.py:factory",
         )
-    factory = partial(maker, **settings)
+    factory = partial(maker, **(settings or {}))
     try:
         made = factory()
     except Exception as error:
@@ -56,19 +55,3 @@ def load_environment(name: str, spec: str, folder: Path | None = None) -> Factor
             fix="return an object with reset(messages, truth, seed) and step(tokens, text)",
         )
     return factory
-
-
-def parse_spec(spec: str, what: str) -> tuple[str, dict[str, Any]]:
-    """`name(key=literal, ...)` -> name, settings.  Raises ConfigError."""
-    target, bracket, rest = spec.strip().partition("(")
-    if not bracket:
-        return target.strip(), {}
-    try:
-        call = ast.parse(f"f({rest}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
-            raise ValueError("only key=value settings are allowed")
-        return target.strip(), {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(
-            f"{what}: {spec!r} cannot be read: {error}", fix="write it as name(key=value, other='text')"
-        ) from error
