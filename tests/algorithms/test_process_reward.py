@@ -206,7 +206,7 @@ def test_what_cannot_work_is_refused(
         recipe("reward_model", "reward_model.loss=scaled_bradley_terry", "reward_model.use_margin=true")
     with pytest.raises(ConfigError, match="must name two or more reward models"):
         recipe("grpo", f"reward.ensemble=[{tiny_llama_folder}]")
-    one_step = [{"prompt": f"what {i}", "completions": ["the answer"], "labels": [True]} for i in range(4)]
+    one_step = [{"prompt": f"what {i}", "completions": ["the answer"], "labels": [i % 2 == 0]} for i in range(16)]
     (tmp_path / "one.jsonl").write_text("".join(json.dumps(row) + "\n" for row in one_step))
     encoder = (f"model.path={tiny_bert_folder}", f"data.train={tmp_path / 'one.jsonl'}")
     with pytest.raises(ModelError, match="is an encoder"):

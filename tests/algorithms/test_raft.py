@@ -198,7 +198,8 @@ def test_loss_and_gradient_do_not_depend_on_how_the_work_is_cut(tiny_llama_folde
     parts = [engines[0].gradients(share, loss) for share in shares(left, loss, 2)]
     for name, expected in whole.items():
         for found in (cut[name], turned[name], parts[0][name] + parts[1][name]):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+            # rounding: gradients up to 1.5, of which float32 keeps about 1e-6 however the work is cut
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=4e-6)
 
 
 # ---- whole steps ----
