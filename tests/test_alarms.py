@@ -119,6 +119,30 @@ def test_groups_that_are_all_equal_ring_where_responses_are_compared() -> None:
         assert kinds == (["equal_groups"] if rings else []), estimator
 
 
+@pytest.mark.parametrize(("sampled", "advice"), [(False, "set grpo.dynamic_sampling=true"), (True, "grpo.max_refills")])
+def test_the_advice_on_equal_groups_is_not_what_is_set_already(sampled: bool, advice: str) -> None:
+    watch, calm = watching("grpo", grpo={"dynamic_sampling": sampled})
+    (rung,) = watch.check({**calm, "reward/group_equal_fraction": 1.0})
+    assert advice in rung.message
+    assert ("dynamic_sampling" in rung.message) is not sampled
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "raft", "distill", "online_dpo", "xpo", "nash_md"])
+def test_an_algorithm_that_reports_other_metrics_rings_nothing(algorithm: str) -> None:
+    watch, calm = watching(algorithm)
+    assert watch.check({"toy/loss": 1.0}) == []
+    assert watch.check({"toy/loss": 2.0}) == []
+    assert watch.check(calm) == [], "and what comes later is compared with its own start"
+
+
+def test_a_student_that_begins_beside_its_teacher_rings_only_where_it_is_far() -> None:
+    watch, calm = watching("distill")
+    assert watch.check({**calm, "teacher/kl_token": -1e-5}) == [], "an estimate below 0 is no start"
+    assert watch.check({**calm, "teacher/kl_token": 1e-4}) == []
+    assert watch.check({**calm, "teacher/kl_token": 0.009}) == []
+    assert [alarm.kind for alarm in watch.check({**calm, "teacher/kl_token": 0.011})] == ["teacher_distance"]
+
+
 def test_responses_that_are_all_cut_ring_where_they_are_left_out() -> None:
     cut = {**CALM, "rollout/truncated_fraction": 1.0}
     for filtering, kinds in ((True, ["all_truncated"]), (False, [])):

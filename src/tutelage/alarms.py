@@ -150,12 +150,13 @@ class Alarms:
         own = self.cfg.grpo
         alike = metrics.get("reward/group_equal_fraction", 0.0) >= 1.0
         if alike and grouped(own.estimator) and own.estimator != "gdpo":
+            more = "raise grpo.max_refills" if own.dynamic_sampling else "set grpo.dynamic_sampling=true"
             out.append(
                 Alarm(
                     "equal_groups",
                     "the scores of every group are equal: this step learns nothing from the reward. Take prompts of "
-                    "another difficulty, raise rollout.temperature or rollout.samples_per_prompt, or set "
-                    "grpo.dynamic_sampling=true",
+                    "another difficulty, raise rollout.temperature or rollout.samples_per_prompt, or "
+                    f"{more}",
                 )
             )
         if own.overlong_filtering and metrics.get("rollout/truncated_fraction", 0.0) >= 1.0:

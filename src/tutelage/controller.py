@@ -138,7 +138,7 @@ class Controller:
         self.leaving = reason
 
     def leave_now(self) -> None:
-        self.checkpoint()
+        self.checkpoint(measure=False)  # nothing but what is saved may use up the time that is left
         raise PreemptedError(
             f"{self.leaving} after step {self.done} of {self.total_steps}; everything up to it is in a checkpoint",
             fix=f"tutelage resume {self.folder}",
@@ -279,8 +279,11 @@ class Controller:
         self.spent()  # not of the next step
         return dict(found.metrics)
 
-    def checkpoint(self) -> None:
-        self.account.measure(self.roles)
+    def checkpoint(self, measure: bool = True) -> None:
+        """measure: ask the ranks first what their calls took; one that does not answer does not keep it from being
+        written."""
+        if measure:
+            self.account.measure(self.roles, self.unmeasured)
         state = {
             "done": self.done,
             "drawn": self.drawn,
@@ -362,13 +365,13 @@ class Controller:
         return summary
 
     def resources(self) -> dict[str, Any]:
-        """Time and memory of the run.  A rank that does not answer any more is told of: the run has ended well."""
-
-        def lost(role: str, error: TutelageError) -> None:
-            said = f"what {role} took since the last checkpoint is not known: {error}"
-            self.log.event(self.done, "measurement", said)
-            self.display.event("measurement", said)
-
+        """Time and memory of the run."""
         self.spent()
-        self.account.measure(self.roles, lost)
+        self.account.measure(self.roles, self.unmeasured)
         return self.account.summary(self.seconds())
+
+    def unmeasured(self, role: str, error: TutelageError) -> None:
+        """A rank that does not answer is told of."""
+        said = f"what {role} took since the last checkpoint is not known: {error}"
+        self.log.event(self.done, "measurement", said)
+        self.display.event("measurement", said)

@@ -98,6 +98,7 @@ def test_with_every_loss_of_single_tokens_or_responses(kind: str) -> None:
         {"schedule": {"kind": "asynchronous"}},
         {"grpo": {"estimator": "optimal_token_baseline"}},
         {"grpo": {"estimator": f"{HERE}:own_estimator"}},
+        {"implementation": "own.py"},
     ],
     ids=str,
 )

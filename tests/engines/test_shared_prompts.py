@@ -139,6 +139,31 @@ def test_adapters_and_checkpointed_blocks_share_too(settings, tiny_llama_folder,
     kit.require_close(ours, engine.gradients(group_batch(), kit.TokenLoss()), 2e-6)
 
 
+def test_gradients_are_the_same_bits_on_several_threads(tiny_llama_folder):
+    """Many responses read one state, so many gradients meet there: enough of them for torch to use its threads."""
+    generator = torch.Generator().manual_seed(2)
+    answers = [torch.randint(0, 90, (60,), generator=generator).tolist() for _ in range(24)]
+    sequences = Sequences.build([list(range(10, 22))] * 24, answers)
+    trunk = kit.policy_engine(tiny_llama_folder).model.trunk
+    states = trunk.shared_states(sequences)
+    wide = replace(states, hidden=states.hidden.detach().repeat(1, 8).requires_grad_())
+    index = sequences.response_index() - 1
+    assert index.shape[0] * wide.hidden.shape[1] > 2**18
+    weight = torch.randn(index.shape[0], wide.hidden.shape[1], generator=generator)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        found = []
+        for _ in range(30):
+            read = wide.read(index, lambda hidden, _: hidden)
+            whole = wide.sums(torch.arange(24 * 72), torch.arange(24).repeat_interleave(72), 24)
+            loss = (read * weight).sum() + (whole * whole).sum()
+            found.append(torch.autograd.grad(loss, wide.hidden)[0])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(found[0], other) for other in found)
+
+
 def test_noise_is_each_sequences_own_so_nothing_is_shared_while_it_trains(tiny_llama_folder, apart):
     batch, noisy = group_batch(), SFTLoss("token_mean", "nll", 5.0, seed=3, step=7)
     engine = kit.policy_engine(tiny_llama_folder, tokens_per_micro_batch=40)

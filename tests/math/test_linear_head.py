@@ -312,6 +312,26 @@ def test_nothing_of_the_size_of_the_logits_is_kept_beyond_the_budget() -> None:
     torch.testing.assert_close(found["logp"], kept["logp"], rtol=0, atol=1e-12)
 
 
+def test_a_caller_with_several_forwards_before_a_backward_keeps_none() -> None:
+    hidden, targets, head = case(bias=False)
+    with Alive(CHUNK * V) as alive:
+        found = [head_outputs(hidden, targets, head, chunk_bytes=N * ROW, keep_logits=False) for _ in range(3)]
+        assert not alive.sizes
+    kept = head_outputs(hidden, targets, head, chunk_bytes=N * ROW)
+    torch.testing.assert_close(found[0]["logp"], kept["logp"], rtol=0, atol=0)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    hidden, targets, head = case(bias=False)
+    hidden.requires_grad_(True)
+    frozen = Matrix(head.weight_VH.detach())
+    found = head_outputs(hidden, targets, frozen, chunk_bytes=N * ROW)["logp"]
+    factor = torch.ones_like(found, requires_grad=True)
+    (first,) = torch.autograd.grad((found * factor).sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.square().sum().backward()
+
+
 def test_without_gradients_a_chunk_is_alive_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(linear_head.TILE_BYTES, "cpu", 1)
     hidden, targets, head = case(bias=False)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tutelage.errors import ModelError
 from tutelage.models.attention import attention, no_mask
+from tutelage.models.prefix import NO_PREFIX, Segments
 
 LENS = [4, 1, 7, 3]
 CU = torch.tensor([0, 4, 5, 12, 15], dtype=torch.int32)
@@ -72,27 +73,16 @@ def test_is_causal_given_by_the_caller_wins_over_the_module():
     torch.testing.assert_close(out, reference(query, key, value, block_mask(False)), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("softcap", [None, 0.7])
-def test_a_slot_mask_says_which_cached_keys_a_query_sees(softcap):
-    query, key, value = qkv()
-    mask = torch.rand(2, 15, generator=torch.Generator().manual_seed(3)) > 0.5
-    mask[:, 0] = True
-    out, _ = attention(nn.Module(), query[:, :, :2], key, value, slot_mask=mask[None, None], softcap=softcap)
-    expected = reference(query[:, :, :2], key, value, mask, softcap)
-    torch.testing.assert_close(out, expected, atol=1e-12 if softcap is None else 1e-6, rtol=0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({}, "neither"),
-        ({"cu_seq_lens_q": CU, "slot_mask": torch.ones(1, 1, 15, 15, dtype=torch.bool)}, "both"),
+        ({"cu_seq_lens_q": CU, "shared_prompts": Segments((15,), (NO_PREFIX,))}, "both"),
         ({"cu_seq_lens_q": CU, "attention_mask": torch.ones(1, 15)}, "mask of shape"),
         ({"cu_seq_lens_q": CU, "dropout": 0.1}, "dropout is 0.1"),
         ({"cu_seq_lens_q": CU, "s_aux": torch.ones(4)}, "attention sinks"),
         ({"cu_seq_lens_q": CU, "position_bias": torch.ones(4)}, "position bias"),
         ({"cu_seq_lens_q": CU[:-1]}, "segments end at 12"),
-        ({"slot_mask": torch.ones(1, 1, 15, 15, dtype=torch.bool), "sliding_window": 8}, "sliding window of 8"),
     ],
 )
 def test_what_would_be_silently_wrong_is_refused(arguments, words):

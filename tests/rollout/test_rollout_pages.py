@@ -136,6 +136,17 @@ def test_a_short_prompt_waits_for_company_beside_running_rows():
     assert begins(queue, table) == [12, 13]
 
 
+def test_rows_of_a_prompt_that_is_prefilled_wait_for_nobody():
+    """One sample of the first prompt is left; the short prompt behind it alone would not be worth a pass."""
+    requests = [request(40, "a") for _ in range(5)] + [request(9, "b", token=2), request(9, "c", token=3)]
+    queue, table = Queue(requests, 8, slots=4, prefill_tokens=999), PageTable(200, 4)
+    assert begins(queue, table) == [0, 1, 2, 3]
+    table.keep([0, 1, 2])
+    assert begins(queue, table) == [4]
+    table.keep([0, 1, 2])
+    assert begins(queue, table) is None, "9 tokens are not worth a pass while three of four rows run"
+
+
 def test_the_last_prompt_does_not_wait():
     queue = Queue([request(3, token=n) for n in range(11)], 4, 10, 8192)
     table = PageTable(1000, 4)

@@ -116,6 +116,16 @@ def test_under_skip_some_rows_may_lack_the_truth_and_it_is_said(check: Check, tm
     assert "skip" not in caught.value.fix
 
 
+def test_beside_an_environment_a_reward_rule_still_stops_a_run_and_an_evaluation_rule_does_not(
+    check: Check, tmp_path: Path
+) -> None:
+    train = rows(tmp_path / "s.jsonl", ["1", None, "3", "4"])
+    game = "environment.functions={sum: 'calculator(role=\"user\")'}"
+    given = (*FEW, f"data.train={train}", "data.eval_fraction=0", game)
+    with pytest.raises(DataError, match="reward rule exact_match needs a truth, and 1 of 4"):
+        check("grpo", *given, rule("exact_match"))
+
+
 def test_a_rule_of_the_users_own_may_do_without_and_is_told_of(check: Check, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "def asks(response, truth):\n    return 1.0\n\n\ndef free(response):\n    return 1.0\n"

@@ -15,7 +15,7 @@ from test_controller_resume import Saving
 from tutelage.checkpoints import Checkpoints
 from tutelage.controller import Controller
 from tutelage.data.sampler import EpochSampler
-from tutelage.errors import ClusterError
+from tutelage.errors import ClusterError, PreemptedError
 from tutelage.reports.display import JsonDisplay, PlainDisplay
 from tutelage.reports.metrics_log import MetricsLog, read_events, read_metrics
 from tutelage.schedules import Synchronous
@@ -48,6 +48,22 @@ class Gone:
 
     def take_measured(self) -> Any:
         if self.last.exists():
+            raise ClusterError("rank 0 of pool far was lost", fix="resume")
+        return self
+
+    def gather(self) -> list[Any]:
+        return []
+
+
+class Lost:
+    """A role whose process answers at the start of the run and never again."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def take_measured(self) -> Any:
+        self.asked += 1
+        if self.asked > 1:
             raise ClusterError("rank 0 of pool far was lost", fix="resume")
         return self
 
@@ -155,6 +171,23 @@ def test_a_rank_that_is_gone_at_the_end_does_not_stop_it(tmp_path: Path) -> None
     assert lines(summary)["step"]["calls"] == STEPS
     (event,) = [event for event in read_events(tmp_path) if event["kind"] == "measurement"]
     assert "rank 0 of pool far was lost" in event["message"]
+
+
+def test_a_role_that_is_gone_does_not_keep_a_checkpoint_from_being_written(tmp_path: Path) -> None:
+    run = controller(tmp_path, far=Lost())
+    run.checkpoint_every = 1
+    assert run.run()["steps"] == STEPS
+    assert len(list((tmp_path / "checkpoints").glob("step_*"))) == STEPS
+
+
+def test_a_run_that_leaves_asks_nobody_before_it_writes(tmp_path: Path) -> None:
+    far = Lost()
+    run = controller(tmp_path, far=far)
+    run.leave("told to stop")
+    with pytest.raises(PreemptedError):
+        run.run()
+    assert far.asked == 1
+    assert len(list((tmp_path / "checkpoints").glob("step_*"))) == 1
 
 
 def test_programs_get_the_tables_as_json(tmp_path: Path) -> None:

@@ -77,6 +77,28 @@ def test_a_mark_that_is_set_back_shows_what_was_taken_since() -> None:
     assert mark.take() < before + kit.SIZE / 2
 
 
+def test_making_a_mark_leaves_what_others_read(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("VmHWM:\t    1234 kB\n")
+    (tmp_path / "clear_refs").write_text("")
+    mark = ResetMark(tmp_path)
+    assert (tmp_path / "clear_refs").read_text() == ""
+    assert mark.take() == 1234 * 1024
+    assert (tmp_path / "clear_refs").read_text() == "5"
+
+
+def test_a_mark_that_can_be_opened_and_not_set_gives_way_to_samples() -> None:
+    class Forbidden:
+        kind = "reset"
+
+        def take(self) -> int:
+            raise PermissionError("clear_refs")
+
+    memory = ProcessMemory(Forbidden())
+    assert memory.take() > 0
+    assert memory.mark.kind != "reset"
+    assert memory.peak() >= memory.most > 0
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="no /proc on this system")
 def test_a_thread_samples_the_size_where_no_mark_can_be_set() -> None:
     mark = SampledMark()

@@ -184,6 +184,7 @@ def test_another_cluster_than_the_one_connected_to_is_refused_and_not_used_silen
     ray_kit.shared_ray()
     here = ray.get_runtime_context().gcs_address
     require_same(here)
+    require_same(f"127.0.0.1:{here.rpartition(':')[2]}")
     require_same("auto")
     require_same(None)
     other = f"127.0.0.1:{int(here.rpartition(':')[2]) + 1}"

@@ -309,11 +309,13 @@ def update_has_old_logprobs(cfg: PolicyGradientConfig) -> bool:
 
     One update in a synchronous step: its weights are those of before any update.  Needed before are they by a KL in the
     reward, a correction for the sampler, and what acts on the sequence KL (adaptive coefficient, budget that is not
-    just told).  A loss over the whole mini-batch, which goes through the logprobs twice, infers them too.
+    just told).  A loss over the whole mini-batch, which goes through the logprobs twice, infers them too, and so does
+    an algorithm of the user's own, which may read them or make several updates.
     """
     settings, own, kl = settings_of(cfg), cfg.off_policy, cfg.kl
     return (
         own.old_logprobs == "auto"
+        and cfg.implementation is None
         and settings.epochs * settings.minibatches == 1
         and cfg.schedule.kind == "synchronous"
         and cfg.policy_loss.kind not in COUPLED_POLICY_LOSSES

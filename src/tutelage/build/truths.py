@@ -35,7 +35,7 @@ def truth_notes(cfg: AnyConfig, data: StageData) -> list[str]:
     if data.prepared.eval is not None:
         asked = first_prompts(data.prepared.eval, cfg.evaluation.prompts)
         parts.append((asked, f"held-out rows of {cfg.data.eval or cfg.data.train}"))
-    skip, notes = cfg.reward.on_error == "skip" or has_environments(cfg), []
+    skip, notes = cfg.reward.on_error == "skip", []
     for prompts, rows in parts:
         for rule in cfg.reward.rules:
             notes += _rule(rule, REWARD_RULE, prompts, rows, skip)
@@ -43,7 +43,7 @@ def truth_notes(cfg: AnyConfig, data: StageData) -> list[str]:
     judged = not isinstance(cfg, DistillConfig) or cfg.rewarded
     for prompts, rows in parts[1:] if judged else []:
         for judge in cfg.evaluation.rules:
-            notes += _rule(judge, EVALUATION_RULE, prompts, rows, skip)
+            notes += _rule(judge, EVALUATION_RULE, prompts, rows, skip or has_environments(cfg))
     return notes
 
 

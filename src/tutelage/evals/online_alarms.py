@@ -12,7 +12,8 @@ from tutelage.config.online_dpo import PreferenceConfig
 
 @dataclass
 class PreferenceAlarms:
-    """Each rings when its condition begins to hold, and again only after it has cleared.
+    """Each rings when its condition begins to hold, and again only after it has cleared; none on a metric that an
+    algorithm of the user's own does not report.
 
     The first step's length is what later steps are compared with; it is part of the checkpoint (`state`).
     """
@@ -30,13 +31,14 @@ class PreferenceAlarms:
 
     def check(self, metrics: Mapping[str, float]) -> list[Alarm]:
         """Alarms that begin to ring at this step's metrics."""
-        length = metrics["rollout/length_mean"]
-        if self.first_length is None:
+        length = metrics.get("rollout/length_mean", math.nan)
+        if self.first_length is None and math.isfinite(length):
             self.first_length = length
+        first = math.nan if self.first_length is None else self.first_length
         bounds, name = self.cfg.alarms, self.cfg.algorithm
         watched = (
-            kl_alarm(metrics["kl/sequence"], bounds.kl, f"Raise {name}.beta, or lower optim.lr"),
-            length_alarm(length, self.first_length, bounds.length_ratio, LONGER_FOR_REWARD.format(name=name)),
+            kl_alarm(metrics.get("kl/sequence", math.nan), bounds.kl, f"Raise {name}.beta, or lower optim.lr"),
+            length_alarm(length, first, bounds.length_ratio, LONGER_FOR_REWARD.format(name=name)),
             self._ties(metrics),
             self._unscored(metrics),
         )
@@ -46,7 +48,7 @@ class PreferenceAlarms:
         return new
 
     def _ties(self, metrics: Mapping[str, float]) -> Alarm | None:
-        tied, bound = metrics["preference/tied_fraction"], self.cfg.alarms.tied_fraction
+        tied, bound = metrics.get("preference/tied_fraction", math.nan), self.cfg.alarms.tied_fraction
         if not tied > bound:  # NaN where no pair has scores
             return None
         text = f"{tied:.0%} of the pairs have equal scores (alarm at {bound:.0%}) and teach nothing. "
@@ -55,7 +57,7 @@ class PreferenceAlarms:
     def _unscored(self, metrics: Mapping[str, float]) -> Alarm | None:
         """Pairs are there, and none of them has two scores."""
         pairs = metrics.get("preference/unscored", 0.0)
-        if not pairs or not math.isnan(metrics["preference/tied_fraction"]):
+        if not pairs or not math.isnan(metrics.get("preference/tied_fraction", math.nan)):
             return None
         return Alarm(
             "unscored",

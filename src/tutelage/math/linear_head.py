@@ -22,6 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tutelage.math.masking import at_least_float32
 
@@ -64,6 +65,7 @@ def linear_outputs(
     temperature: float,
     chunk_tokens: int,
     chunk_bytes: int,
+    keep_logits: bool = True,
 ) -> dict[str, Tensor]:
     """logp (N,), and the entropy (N,) where asked for, in nats, with gradient to hidden states, weight and bias.
 
@@ -75,7 +77,7 @@ def linear_outputs(
     fitting = max(chunk_bytes // row_bytes, 1)
     inputs = [hidden_NH, weight_VH] if bias_V is None else [hidden_NH, weight_VH, bias_V]
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    keep = recorded and 0 < len(hidden_NH) <= fitting
+    keep = keep_logits and recorded and 0 < len(hidden_NH) <= fitting
     rows = len(hidden_NH) if keep else min(chunk_tokens, fitting)
     how = _Pass(temperature, rows, keep, entropy)
     logp_N, entropy_N = _LinearOutputs.apply(hidden_NH, weight_VH, bias_V, targets_N, how)
@@ -108,6 +110,7 @@ class _LinearOutputs(torch.autograd.Function):
         return logp_N, entropy_N
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, targets_N, entropy_N = ctx.saved_tensors
         by_logp_N, by_entropy_N = grads

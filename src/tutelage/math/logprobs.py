@@ -127,11 +127,13 @@ def head_outputs(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
     chunk_bytes: int = CHUNK_BYTES,
+    keep_logits: bool = True,
 ) -> dict[str, Tensor]:
     """`distribution_outputs` under head(hidden) / temperature, without holding more than a bound of (N, V) logits.
 
     A head that is one matrix (`linear_head.LinearHead`), asked for logp and entropy: `linear_head.linear_outputs`, with
     one buffer of at most `chunk_bytes`, and three products of the head instead of four where all logits fit into it.
+    keep_logits False: never held until the backward pass, for a caller with several forward passes before it.
 
     Any other head runs on `chunk_tokens` rows at a time. Where gradients are recorded, each chunk's logits are dropped
     after the forward pass and computed again in the backward pass: at most one chunk of logits, (chunk_tokens, V), is
@@ -158,6 +160,7 @@ def head_outputs(
             temperature=temperature,
             chunk_tokens=chunk_tokens,
             chunk_bytes=chunk_bytes,
+            keep_logits=keep_logits,
         )
 
     def of_chunk(hidden_nH: Tensor, targets_n: Tensor, asked_n: Asked) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The "tutelage" attention of transformers models: packed segments without padding, or a slotted KV cache.
+"""The "tutelage" attention of transformers models: packed segments without padding, or a paged KV cache.
 
 Shapes: B rows, Q queries, L cached keys, N packed tokens, D head size, h query heads, g key/value heads.
 
@@ -6,7 +6,6 @@ The mode is chosen by a keyword argument given to `model(...)`, which transforme
 
     cu_seq_lens_q (n + 1,) integers, first 0, last N: the input is one row (1, N) of n segments. A token attends
         inside its segment only: to itself and what is before it in decoders, to all of it in encoders.
-    slot_mask (B, 1, Q, L) bool: a step of batched decoding against a KV cache of L slots; True where a query may look.
     shared_prompts: one row of segments of which several may look at one and the same prompt (`prefix`); causal.
     token_cut: the input is this rank's part of one packed row that is cut over ranks (`parallel.tokens`).
     paged_step: a step of batched decoding over pages of keys and values, those of a prompt shared (`decoding`).
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
@@ -57,7 +57,7 @@ def no_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> 
     if attention_mask is not None:
         raise ModelError(
             f"the packed attention was called with an attention mask of shape {tuple(attention_mask.shape)}",
-            fix="pass cu_seq_lens_q for packed segments, or slot_mask for a step of decoding",
+            fix="run the model through tutelage.models.forward or the rollout engine",
         )
 
 
@@ -73,7 +73,6 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    slot_mask: Tensor | None = None,
     token_cut: TokenCut | None = None,
     paged_step: PagedStep | None = None,
     shared_prompts: Segments | None = None,
@@ -85,17 +84,9 @@ def attention(
     Raises ModelError for dropout, a mask, attention sinks, a position bias, and for a call in no mode or in several.
     """
     _refuse_what_is_not_implemented(attention_mask, dropout, kwargs)
-    _require_one_mode(cu_seq_lens_q, slot_mask, token_cut, paged_step, shared_prompts)
+    _require_one_mode(cu_seq_lens_q, token_cut, paged_step, shared_prompts)
     if paged_step is not None:
         return paged_attention(query, key, value, paged_step, scaling, sliding_window, softcap), None
-    if slot_mask is not None:
-        if sliding_window is not None and slot_mask.shape[-1] > sliding_window:
-            raise ModelError(
-                f"decoding with a cache of {slot_mask.shape[-1]} slots through a sliding window of {sliding_window}",
-                fix="keep prompt and response together within the window, or use a model without one",
-            )
-        out = _attend(query, key, value, scaling, causal=False, mask=slot_mask, softcap=softcap)
-        return out.transpose(1, 2), None
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise ModelError(
             f"packed attention over queries {tuple(query.shape)} and keys {tuple(key.shape)}",
@@ -119,7 +110,7 @@ def _require_one_mode(*modes: object) -> None:
     count = sum(mode is not None for mode in modes)
     if count != 1:
         raise ModelError(
-            "the packed attention needs exactly one of cu_seq_lens_q (packed segments), slot_mask (decoding), "
+            "the packed attention needs exactly one of cu_seq_lens_q (packed segments), "
             "token_cut (a row cut over ranks), paged_step (decoding over pages), shared_prompts (segments with one "
             f"prompt), got {('neither', '', 'both')[min(count, 2)]}",
             fix='run the model through tutelage.models.forward, or call model.set_attn_implementation("sdpa") first',
@@ -180,9 +171,7 @@ def _shared(
     if _flash_varlen_fits(query, value, softcap):
         index, cu_q, cu_k = segments.keys(query.device)
         # causal FlashAttention aligns the last query with the last key, which is where a segment ends
-        return _flash_varlen(
-            query, key.index_select(2, index), value.index_select(2, index), cu_q, scaling, True, window, cu_k
-        )
+        return _flash_varlen(query, _taken(key, index), _taken(value, index), cu_q, scaling, True, window, cu_k)
     lens = list(segments.lens)
     keys, values, outs = key.split(lens, 2), value.split(lens, 2), []
     for q, k, v, prefix in zip(query.split(lens, 2), keys, values, segments.prefixes, strict=True):
@@ -192,6 +181,15 @@ def _shared(
         k, v = torch.cat([keys[prefix], k], dim=2), torch.cat([values[prefix], v], dim=2)
         outs += _after_prefix(q, k, v, scaling, window, softcap)
     return torch.cat(outs, dim=2).transpose(1, 2)
+
+
+def _taken(x: Tensor, index_K: Tensor) -> Tensor:
+    """(1, g, K, D): the tokens `index_K`, some of them several times.
+
+    The gradient of a token that is taken several times is added up in float32, in a fixed order.
+    """
+    _, g, _, size = x.shape
+    return embedding(index_K, x[0].transpose(0, 1).flatten(1)).view(-1, g, size).transpose(0, 1)[None]
 
 
 def _after_prefix(

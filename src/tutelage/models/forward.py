@@ -12,6 +12,7 @@ the state of its last token.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -45,9 +46,13 @@ def shares_prompts(model: Model) -> bool:
 
     Not where several ranks compute one row, whole or stage by stage, and not where pooled states are remembered.
     """
-    staged = model.sharding is not None and model.sharding.stages is not None
     remembered = isinstance(model, ScalarModel) and model.features is not None
-    return model.trunk.shares_prompts and not staged and not remembered
+    return model.trunk.shares_prompts and not in_stages(model) and not remembered
+
+
+def in_stages(model: Model) -> bool:
+    """Whether the blocks are cut into pipeline stages."""
+    return model.sharding is not None and model.sharding.stages is not None
 
 
 def hidden_states(model: Model, sequences: Sequences, share: bool = True) -> States:
@@ -74,11 +79,13 @@ def token_outputs(
     targets_R = sequences.tokens.flat[index_R + 1].to(home)
     candidates_RC = None if asked.candidates is None else asked.candidates.to(home)
     columns: dict[str, tuple[slice, bool]] = {}
+    # several micro-batches of a pipeline wait for their backward passes at once
+    plain_head = functools.partial(head_outputs, keep_logits=not in_stages(model))
 
     def read(hidden_rH: Tensor, pick: Tensor | slice) -> Tensor:
         """(r, columns): what is read travels as one tensor.  Ids are exact in float32 below 2^24."""
         here = replace(asked, candidates=None if candidates_RC is None else candidates_RC[pick])
-        output = head_outputs if model.vocabulary is None else model.vocabulary.outputs
+        output = plain_head if model.vocabulary is None else model.vocabulary.outputs
         found = output(hidden_rH, targets_R[pick], model.logits, here, temperature=temperature)
         parts, start = [], 0
         for name, x in found.items():

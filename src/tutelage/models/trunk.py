@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from tutelage.errors import ModelError, ShapeError
@@ -137,7 +138,7 @@ class States:
         indexes what belongs to them); returns (r, ...).
         """
         if self.cut is None:
-            return function(self.hidden[self._place(index_R)], slice(None))
+            return function(self._at(index_R), slice(None))
         place_r, pick_r = self.cut.local(index_R)
         found = function(self.hidden[place_r], pick_r)
         whole = found.new_zeros((index_R.shape[0], *found.shape[1:])).index_add(0, pick_r, found)
@@ -147,17 +148,21 @@ class States:
         """(count, H) in float32: the states at positions `index_R`, added up by the row that each belongs to."""
         rows_R = rows_R.to(self.hidden.device)
         if self.cut is None:
-            wide_RH = self.hidden[self._place(index_R)].float()
+            wide_RH = self._at(index_R).float()
             return wide_RH.new_zeros(count, wide_RH.shape[1]).index_add(0, rows_R, wide_RH)
         place_r, pick_r = self.cut.local(index_R)
         wide_rH = self.hidden[place_r].float()
         part = wide_rH.new_zeros(count, wide_rH.shape[1]).index_add(0, rows_R[pick_r], wide_rH)
         return self.cut.parallel.total(part)
 
-    def _place(self, index_R: Tensor) -> Tensor:
-        """(R,) rows of `hidden` of these positions."""
+    def _at(self, index_R: Tensor) -> Tensor:
+        """(R, H) the states at these positions of the row, of which several may be one.
+
+        The backward pass of an embedding adds what comes from equal positions in a fixed order, in float32 at least on
+        CUDA; that of indexing adds in the order of the threads.
+        """
         index_R = index_R.to(self.hidden.device)
-        return index_R if self.index is None else self.index[index_R]
+        return embedding(index_R if self.index is None else self.index[index_R], self.hidden)
 
 
 def embedding_matrix(model: PreTrainedModel) -> Tensor:

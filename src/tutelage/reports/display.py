@@ -20,7 +20,7 @@ from tutelage.reports.resources import resource_tables, without_resources
 Clock = Callable[[], float]
 Kind = Literal["auto", "rich", "plain", "json"]
 KINDS = ("auto", "rich", "plain", "json")
-NOTES = frozenset({"data", "model", "cluster", "checkpoint", "resume", "log"})
+NOTES = frozenset({"data", "model", "cluster", "checkpoint", "resume", "log", "measurement"})
 """Kinds of events that are information; every other kind is an alarm."""
 PHASE_EVERY_S = 10.0
 

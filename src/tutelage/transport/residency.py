@@ -18,6 +18,7 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -40,21 +41,27 @@ class ResetMark:
     kind = "reset"
 
     def __init__(self, proc: Path = PROC) -> None:
+        """The mark is read and left as it is: the first `take` tells of all before it."""
         self._status, self._clear = str(proc / "status"), str(proc / "clear_refs")
-        self.take()
+        self.read()
+        os.close(os.open(self._clear, os.O_WRONLY))
 
-    def take(self) -> int:
+    def read(self) -> int:
         """Files are opened anew: /proc/self of an open one stays the process that opened it, across a fork too."""
         text = _read(self._status)
         start = text.find(b"VmHWM:")
         if start < 0:
             raise OSError(f"{self._status} has no VmHWM")
+        return int(text[start + 6 : text.index(b"kB", start)]) * 1024
+
+    def take(self) -> int:
+        most = self.read()
         file = os.open(self._clear, os.O_WRONLY)
         try:
             os.write(file, b"5")
         finally:
             os.close(file)
-        return int(text[start + 6 : text.index(b"kB", start)]) * 1024
+        return most
 
 
 class SampledMark:
@@ -95,9 +102,9 @@ class RunWideMark:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
 
 
-def best_mark(proc: Path = PROC) -> Mark:
-    """The first kind that this system allows."""
-    for make in (ResetMark, SampledMark):
+def best_mark(proc: Path = PROC, kinds: tuple[Callable[[Path], Mark], ...] = (ResetMark, SampledMark)) -> Mark:
+    """The first of these kinds that this system allows, else the run-wide mark."""
+    for make in kinds:
         try:
             return make(proc)
         except OSError:
@@ -106,7 +113,10 @@ def best_mark(proc: Path = PROC) -> Mark:
 
 
 class ProcessMemory:
-    """most: bytes, the largest of what the mark has said."""
+    """most: bytes, the largest of what the mark has said.
+
+    A system may let the mark's file be opened and still refuse to set it: then a thread samples from there on.
+    """
 
     def __init__(self, mark: Mark) -> None:
         self.mark = mark
@@ -114,7 +124,11 @@ class ProcessMemory:
 
     def take(self) -> int:
         """Bytes: the largest resident size since the last question."""
-        peak = self.mark.take()
+        try:
+            peak = self.mark.take()
+        except OSError:
+            self.mark = best_mark(kinds=(SampledMark,))
+            peak = self.mark.take()
         self.most = max(self.most, peak)
         return peak
 

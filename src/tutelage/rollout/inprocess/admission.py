@@ -113,6 +113,8 @@ class Queue:
 
     def due(self, table: PageTable) -> list[Admission]:
         """What begins now, in one prefill pass at most; nothing where nothing fits or it is not worth a pass yet."""
+        if not self._groups:
+            return []
         running = len(table)
         self._peak = max(self._peak, running)
         fitting, fresh, full = self._fitting(table.room, self.slots - running, table.page)
@@ -120,7 +122,7 @@ class Queue:
             running == 0 or fresh == 0 or fresh >= WORTH_TOKENS or full or running < _FEW_ROWS * self._peak
         ):
             return fitting
-        return []
+        return [admission for admission in fitting if admission.group.prefix is not None]
 
     def _fitting(self, room: int, free: int, page: int) -> tuple[list[Admission], int, bool]:
         """(admissions, prompt tokens to be prefilled for them, whether the pass is full or nothing else waits)."""

@@ -36,11 +36,6 @@ class PagedCache(Cache):
         self._longest = 0
 
     @property
-    def elements(self) -> int:
-        """Numbers held, over all layers."""
-        return sum(store.numel() for store in (*self._keys, *self._values))
-
-    @property
     def bytes(self) -> int:
         return sum(store.nbytes for store in (*self._keys, *self._values))
 

@@ -18,6 +18,7 @@ from tutelage.math.keyed import sample_key
 from tutelage.rollout.inprocess.admission import Request
 from tutelage.rollout.inprocess.batch import Bounds, CacheUse, ContinuousBatch
 from tutelage.rollout.inprocess.stopping import Decoder, Stopping, decode_rows
+from tutelage.rollout.partial import bare_prompts
 from tutelage.rollout.sampling import TRAINING_PURPOSE, SamplingParams, require_trainable
 from tutelage.types import Prompts, Ragged, Rollout, Sequences
 
@@ -78,7 +79,7 @@ class InProcessRollout:
         self.cache: CacheUse | None = None
         self.version = 0
         self._config: Any = model.config
-        _require_slotted(self._config)
+        _require_pageable(self._config)
 
     @property
     def tokens_in_flight(self) -> int:
@@ -110,7 +111,7 @@ class InProcessRollout:
         Bare rows of token ids are taken as prompts named "0", "1"... with the purpose "complete". Errors as `generate`.
         """
         if not isinstance(prompts, Prompts):
-            prompts = _bare_prompts(prompts)
+            prompts = bare_prompts(prompts)
         prompts = replace(prompts, n=params.n, greedy=params.greedy)
         batch = self._batch(prompts, params)
         done = 0
@@ -125,6 +126,8 @@ class InProcessRollout:
 
         `Rollout.concat` of the parts, sorted by their `group`, equals `generate(prompts)`.  Closing the iterator gives
         up what is not done.  Between two parts the model is as it was found: other work may use it.
+        Not for weights that are sharded over ranks: gathering them is collective, and parts are ready at other times on
+        other ranks.
         The weights must stay the same until the last part; raises RolloutError where `publish` was called in between,
         and as `generate`.  What can be refused at once is refused before the first part is asked for.
         """
@@ -143,9 +146,9 @@ class InProcessRollout:
                         missing[row // prompts.n] -= 1
                     ready = sorted({row // prompts.n for row in ended if not missing[row // prompts.n]})
             self.cache = batch.use
-            for prompt in ready:
+            for place, prompt in enumerate(ready, start=1):
                 yield self._assemble(prompts, batch, [prompt])
-                if self.version != version:
+                if self.version != version and (batch.busy or place < len(ready)):
                     raise RolloutError(
                         f"weights of version {self.version} were published while responses of version {version} stream",
                         fix="close the stream, or read it to its end, before the weights change",
@@ -239,16 +242,6 @@ class InProcessRollout:
         )
 
 
-def _bare_prompts(rows: Sequence[Sequence[int]]) -> Prompts:
-    return Prompts(
-        tokens=tuple(tuple(row) for row in rows),
-        ids=tuple(str(i) for i in range(len(rows))),
-        truths=(None,) * len(rows),
-        messages=((),) * len(rows),
-        purpose="complete",
-    )
-
-
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Dropout off and no activation checkpointing inside; every submodule's mode is put back, also on an error."""
@@ -261,7 +254,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _require_slotted(config: Any) -> None:
+def _require_pageable(config: Any) -> None:
     implementation = getattr(config, "_attn_implementation", None)
     if implementation != "tutelage":
         raise RolloutError(

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any
 
 import ray
@@ -68,7 +69,10 @@ def require_same(address: str | None) -> None:
     if address.startswith("ray://"):
         return
     here = str(ray.get_runtime_context().gcs_address)
-    if endpoints(*asked).isdisjoint(endpoints(*host_and_port(here))):
+    wanted = endpoints(*asked)
+    if any(ip_address(host).is_loopback for host, _ in wanted if host[:1].isdigit() or ":" in host):
+        wanted.add((str(ray.util.get_node_ip_address()), asked[1]))  # what Ray calls this machine
+    if wanted.isdisjoint(endpoints(*host_and_port(here))):
         raise ClusterError(
             f"cluster.address is {address}, and this process is connected to the Ray at {here}",
             fix="call ray.shutdown() before the run, or leave cluster.address out to use that one",
