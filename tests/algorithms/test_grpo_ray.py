@@ -25,6 +25,7 @@ def test_remax_on_several_ranks_compares_with_the_same_greedy_scores_as_one_proc
             "data": {"train": "d"},
             "kl": {"coef": 0.0},
             "grpo": {"estimator": "remax"},
+            "off_policy": {"old_logprobs": "trainer"},
             "rollout": {"samples_per_prompt": n},
         }
     )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import engine_kit as kit
 import pytest
+import ranks_kit
 import torch
+from spmd_kit import run_ranks
 
 from tutelage.engines.engine import ModelEngine
 from tutelage.engines.held import Held, engines_of, held_by_roles, held_bytes, storages
@@ -107,3 +110,22 @@ def test_memory_of_tensors_that_are_made_of_others() -> None:
     nested = SimpleNamespace(absmax=torch.zeros(3), state2=None)
     quantised.quant_state = SimpleNamespace(absmax=torch.zeros(2, dtype=torch.uint8), name="x", state2=nested)
     assert sorted(s.nbytes() for s in storages(quantised)) == [2, 6, 12]
+
+
+def held_after_a_step(rank: int, world: int, folder: Path, layout: str) -> Held:
+    engine, batch, loss = ranks_kit.make("tokens", folder, ranks_kit.LAYOUTS[layout], None)
+    engine.step(batch, loss)
+    return held_bytes(engine)
+
+
+@pytest.mark.parametrize(("layout", "world"), [("shard 2", 2), ("hsdp 2x2", 4)])
+def test_a_rank_holds_its_part_of_sharded_weights_and_moments(layout: str, world: int, tiny_llama_folder: Path) -> None:
+    engine, batch, loss = ranks_kit.make("tokens", tiny_llama_folder, None, None)
+    engine.step(batch, loss)
+    whole = held_bytes(engine)
+    ranks = run_ranks(held_after_a_step, world, tiny_llama_folder, layout)
+    buffers = sum(buffer.nbytes for buffer in engine.model.module.buffers())
+    for held in ranks:
+        assert whole.weights / 2 - 1024 <= held.weights - buffers / 2 < whole.weights
+        assert whole.moments / 2 - 1024 <= held.moments < whole.moments
+    assert sum(held.weights for held in ranks) >= whole.weights

@@ -95,8 +95,10 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """The memory of a tensor on this rank; of a tensor made of others (sharded, quantised), theirs."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from storages(getattr(tensor, name))
+        parts = (getattr(tensor, name) for name in names)  # a sharded one names its mesh too
+        for part in parts:
+            if isinstance(part, Tensor):
+                yield from storages(part)
         return
     yield tensor.untyped_storage()
     quantised = getattr(tensor, "quant_state", None)  # bitsandbytes keeps its scales beside the weight
