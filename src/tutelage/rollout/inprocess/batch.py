@@ -4,7 +4,7 @@ Shapes: B requests, b rows still decoding, a rows that begin, P prompts prefille
 T response tokens, V vocabulary.
 
 A step prefills and begins what is due (`admission.Queue`), or decodes one token of every running row.  Rows that have
-ended are not computed again, and nothing is moved for that: their pages are free at once.  No forward pass, draw or test
+ended are not computed again, and nothing is moved for that: their pages are free at once.  No pass, draw or test
 for an end runs row by row.  In Python are rows that begin, end, or may have met a stop string, and the table of pages,
 which is laid out anew, for all rows, in a step in which one of them takes a page.
 What comes back from the device is one small tensor, or two where a stop string may have been met.
