@@ -161,7 +161,9 @@ def test_the_profile_shares_out_every_microsecond_of_a_call() -> None:
     assert rows[-1][0] == "between the calls"
 
 
-PEERS = [pytest.param(work, id=work.name) for work in works.WORKS]
+PEERS = [
+    pytest.param(work, id=work.name, marks=[pytest.mark.vllm] if work.peer == "vLLM" else []) for work in works.WORKS
+]
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ from typing import Any
 
 from install_peers import python_of
 
+from tutelage.errors import installed
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -38,9 +40,7 @@ class Work:
         if self.version is not None:
             return "" if self.python.exists() else f"TRL {self.version} is not installed: benchmarks/install_peers.py"
         if ("engine", "vllm") in self.extra:
-            from importlib.util import find_spec
-
-            return "" if find_spec("vllm") is not None else "vLLM is not installed: make vllm"
+            return "" if installed("vllm") else "vLLM is not installed: make vllm"
         return ""
 
 

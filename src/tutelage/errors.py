@@ -7,6 +7,7 @@ An `assert` elsewhere in the package means a bug of ours, never of the user's.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Iterable
 
 
@@ -77,6 +78,16 @@ class PendingError(TutelageError, RuntimeError):
 
 class MissingExtraError(TutelageError, ImportError):
     """An optional dependency is not installed."""
+
+
+def installed(package: str) -> bool:
+    """Whether the package can be imported whole.
+
+    A folder of its name on the path without an `__init__.py` is not it (a clone of its repository, a folder of tests):
+    Python finds that one as a namespace package, and everything in it is missing.
+    """
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def closest(name: str, known: Iterable[str]) -> str:

@@ -6,7 +6,6 @@ The cases are those of scripts/wrong_cluster.py; what each must say is written h
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tutelage.errors import installed
 from tutelage.rollout.vllm import checks
 from tutelage.transport import ray as ray_package
 
@@ -111,7 +111,7 @@ SAYS = {
 }
 CASES = {case.name: case for case in script.CASES if case.name in SAYS}
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
+NEEDS_VLLM = pytest.mark.skipif(not installed("vllm"), reason="vLLM is not installed: make vllm")
 NEEDS_CPU = ("no_gpu", "head_size")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from tutelage.config.common import ModelConfig
 from tutelage.config.vllm import VLLMConfig
 from tutelage.engines.engine import ModelEngine
-from tutelage.errors import RolloutError
+from tutelage.errors import RolloutError, installed
 from tutelage.models.load import load_causal_lm
 from tutelage.protocols import RolloutEngine
 from tutelage.rollout.inprocess.engine import InProcessRollout
@@ -44,7 +43,7 @@ def backend(request, tiny_llama_folder, tiny_tokenizer) -> Iterator[Backend]:
         engine = InProcessRollout(policy.model, tiny_tokenizer, EOS, PARAMS, seed=3, response_prefix=" ")
         yield Backend("inprocess", engine, InProcessPartial(engine), trainer)
         return
-    if importlib.util.find_spec("vllm") is None:
+    if not installed("vllm"):
         pytest.skip("vLLM is not installed: run `make vllm`")
     from tutelage.rollout.vllm.engine import VLLMRollout, VLLMSpec
 

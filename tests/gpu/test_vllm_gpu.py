@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 import traceback
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from tutelage.config.common import ModelConfig
 from tutelage.config.vllm import VLLMConfig
 from tutelage.engines.engine import ModelEngine
+from tutelage.errors import installed
 from tutelage.models.load import load_causal_lm
 from tutelage.rollout.partial import bare_prompts
 from tutelage.rollout.sampling import SamplingParams
@@ -21,7 +21,7 @@ from tutelage.rollout.sampling import SamplingParams
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: run `make vllm`"),
+    pytest.mark.skipif(not installed("vllm"), reason="vLLM is not installed: run `make vllm`"),
 ]
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=16)
 ROWS = [[5, 9, 20], [7, 8]]

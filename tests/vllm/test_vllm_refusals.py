@@ -22,7 +22,7 @@ def model(**changes):
 
 
 def test_vllm_missing_names_the_command(monkeypatch, tiny_llama_folder, tiny_tokenizer):
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "installed", lambda name: False)
     with pytest.raises(MissingExtraError, match="make vllm"):
         VLLMRollout(spec_of(tiny_llama_folder, tiny_tokenizer))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +12,13 @@ from torch import Tensor
 from tutelage.config.common import ModelConfig, OptimConfig
 from tutelage.config.vllm import VLLMConfig
 from tutelage.engines.engine import ModelEngine
+from tutelage.errors import installed
 from tutelage.models.load import load_causal_lm
 from tutelage.rollout.sampling import SamplingParams
 from tutelage.rollout.vllm.engine import VLLMRollout, VLLMSpec
 from tutelage.types import Prompts, Rollout
 
-INSTALLED = importlib.util.find_spec("vllm") is not None
+INSTALLED = installed("vllm")
 ROWS = [[5, 9, 20], [7], [30, 31, 32, 33, 34, 35, 36, 37], [100, 5]]
 SMALL = {"max_model_len": 64, "kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 32, "start_timeout": 300.0}
 

@@ -6,14 +6,14 @@ Every rule is called for each response with what it names (`rewards.calls`), and
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from tutelage.errors import MissingExtraError, RewardError
+from tutelage.errors import MissingExtraError, RewardError, installed
 
 Rule = Callable[..., float]
 Unit = Literal["words", "characters", "tokens"]
@@ -34,7 +34,7 @@ def compiled(pattern: str, name: str, flags: int = 0) -> re.Pattern[str]:
 
 def require_extra(package: str, rule: str) -> None:
     """Raises MissingExtraError where the package of a rule is not installed."""
-    if importlib.util.find_spec(package) is None:
+    if not installed(package):
         raise MissingExtraError(
             f"the rule {rule} needs {package}, which is not installed", fix="pip install 'tutelage[rules]'"
         )

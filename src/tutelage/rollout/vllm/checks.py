@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import socket
 from pathlib import Path
 from typing import Any
 
 from tutelage.config.vllm import VLLMConfig
-from tutelage.errors import ConfigError, MissingExtraError, ModelError, RolloutError
+from tutelage.errors import ConfigError, MissingExtraError, ModelError, RolloutError, installed
 from tutelage.models.load import load_tokenizer
 from tutelage.rollout.sampling import SamplingParams
 
@@ -20,7 +19,7 @@ LOWEST_TEMPERATURE = 0.01
 
 def require_vllm() -> None:
     """Raises MissingExtraError where vLLM is not installed."""
-    if importlib.util.find_spec("vllm") is None:
+    if not installed("vllm"):
         raise MissingExtraError(
             "rollouts by vllm need vLLM, which is not installed",
             fix="`make vllm`, or pip install 'tutelage[vllm]' on a machine with a GPU",

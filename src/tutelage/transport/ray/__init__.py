@@ -5,12 +5,11 @@ Everything below this file imports ray; this file does not, so that its absence 
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tutelage.errors import MissingExtraError
+from tutelage.errors import MissingExtraError, installed
 from tutelage.layout import no_progress
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def ray_transport(
 
 def require_installed() -> None:
     """Raises MissingExtraError where ray is not installed."""
-    if importlib.util.find_spec("ray") is None:
+    if not installed("ray"):
         raise MissingExtraError("cluster.transport is ray, and ray is not installed", fix="pip install 'tutelage[ray]'")
 
 
