@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tutelage.errors import RolloutError
+from tutelage.models.next_token import next_token_logits
 from tutelage.rollout.inprocess.admission import Admission, Queue, Request
 from tutelage.rollout.inprocess.cache import PagedCache
 from tutelage.rollout.inprocess.pages import PageTable, Prefix
@@ -201,16 +202,16 @@ class ContinuousBatch:
         tokens_N = torch.tensor([t for p in prompts for t in p], dtype=torch.int64)
         packed = torch.stack([tokens_N, position_N, page_N, position_N % page]).to(self.device)
         self.cache.begin_prefill(packed[2], packed[3], partial)
-        out = self.model(
+        logits_1PV = next_token_logits(
+            self.model,
+            (starts[1:] - 1).to(self.device),
             input_ids=packed[:1],
             position_ids=packed[1:2],
             past_key_values=self.cache,
             use_cache=True,
             cu_seq_lens_q=starts.to(self.device, torch.int32),
-            logits_to_keep=(starts[1:] - 1).to(self.device),
         )
-        logits_PV: Tensor = out.logits[0]
-        return logits_PV
+        return logits_1PV[0]
 
     # ---- rows that run ----
 
@@ -219,7 +220,9 @@ class ContinuousBatch:
         fresh = torch.tensor(table.extend(), dtype=torch.int64).to(self.device)
         step = table.layout(self.device).at(rows.prompt_len, rows.own_len, table.page, table.longest)
         self.cache.begin_decode(step, fresh)
-        out = self.model(
+        logits_b1V = next_token_logits(
+            self.model,
+            1,
             input_ids=rows.token[:, None],
             position_ids=(rows.prompt_len + rows.own_len)[:, None],
             past_key_values=self.cache,
@@ -228,7 +231,7 @@ class ContinuousBatch:
         )
         table.advance()
         grown = Running(rows.request, rows.key, rows.token, rows.done, rows.prompt_len, rows.own_len + 1)
-        return self._sample(out.logits[:, -1], grown, self._numbers, None, before=None)
+        return self._sample(logits_b1V[:, 0], grown, self._numbers, None, before=None)
 
     def _sample(
         self, logits: Tensor, rows: Running, number_b: Tensor, source_b: Tensor | None, before: Running | None
