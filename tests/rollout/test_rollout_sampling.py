@@ -213,6 +213,16 @@ def test_blocks_change_no_draw(size, asked):
     assert torch.equal(again[1], logp_B)
 
 
+@pytest.mark.parametrize("asked", [{}, {"temperature": 0.7}, {"greedy": True}])
+def test_the_logprob_of_a_wide_vocabulary_is_that_of_float64(asked):
+    """49,153 tokens are 192 blocks and one token more; a sum in float32 alone is off by up to 1e-5 here."""
+    logits_BV = 3 * torch.randn(12, 49153, generator=torch.Generator().manual_seed(1))
+    token_B, logp_B = sample_tokens(logits_BV, keys(12), torch.arange(12), SamplingParams(**asked))
+    wide_BV = logits_BV.double() / asked.get("temperature", 1.0)
+    want_B = wide_BV[torch.arange(12), token_B] - wide_BV.exp().sum(-1).log()
+    torch.testing.assert_close(logp_B.double(), want_B, atol=1.5e-6, rtol=0)
+
+
 def test_draws_of_one_row_fall_into_the_right_chunk(monkeypatch):
     logits_UV = torch.randn(9, 6, generator=torch.Generator().manual_seed(0))
     source_B = torch.tensor([0, 0, 2, 2, 2, 3, 7, 8, 8])

@@ -31,6 +31,7 @@ from tutelage.algorithms.policy import (
     with_old_logprobs,
 )
 from tutelage.algorithms.rollout_stats import scored_rows
+from tutelage.algorithms.summed import SummedLoss
 from tutelage.config.ppo import PPOConfig
 from tutelage.math.advantages import gae, whiten
 from tutelage.math.kl import KL_ESTIMATORS, kl_shaped_reward
@@ -50,6 +51,9 @@ def collect(prompts: Any, roles: Any, cfg: PPOConfig) -> Any:
 
 def infer(rollout: Any, roles: Any, cfg: PPOConfig) -> Any:
     """Every inference pass, under the weights of the moment: old logprobs, reference logprobs, values, scores."""
+    if cfg.critic.trunk == "actor":
+        ref_logp, score = roles.reference.logprobs(rollout), roles.reward.score(rollout)
+        return roles.actor.with_values(rollout).adding(ref_logp=ref_logp, score=score)
     return rollout.adding(
         old_logp=roles.actor.logprobs(rollout),
         ref_logp=roles.reference.logprobs(rollout),
@@ -108,8 +112,18 @@ def advantages(batch: Rollout, state: PolicyState, cfg: PPOConfig) -> tuple[Roll
 
 
 def learn(batch: Any, roles: Any, cfg: PPOConfig, state: PolicyState) -> list[dict[str, Any]]:
-    """Updates by the policy loss: `epochs` passes over the batch, each in `minibatches` parts."""
+    """Updates by the policy loss: `epochs` passes over the batch, each in `minibatches` parts.
+
+    A critic on the actor's trunk is trained in the actor's update, by the sum of both losses.
+    """
     critic, updates = ValueLoss(cfg), enumerate(updates_of(batch, cfg, state.step))
+    if cfg.critic.trunk == "actor":
+
+        def both(minibatch: Any, number: int) -> SummedLoss:
+            parts: dict[str, Any] = {"actor": actor_loss(cfg, state, minibatch, number), "critic": critic}
+            return SummedLoss(parts)
+
+        return [roles.update(mb, actor=both(mb, k)) for k, mb in updates]
     return [roles.update(mb, actor=actor_loss(cfg, state, mb, k), critic=critic) for k, mb in updates]
 
 

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from tutelage.build.kit import Kit
 from tutelage.build.reward import load_reward_model, step_settings
+from tutelage.config import PPOConfig
 from tutelage.engines.engine import ModelEngine
-from tutelage.errors import ModelError
+from tutelage.errors import ConfigError, ModelError
+from tutelage.math.policy_losses import COUPLED_POLICY_LOSSES
 from tutelage.models.heads import ScalarModel
 from tutelage.models.load import value_from
+
+
+def on_own_model(cfg: PPOConfig) -> bool:
+    """Whether the critic is a model and a role.
+
+    Raises ConfigError for a critic on the actor's trunk beside a policy loss that cannot be added to its own.
+    """
+    kind = cfg.policy_loss.kind
+    if cfg.critic.trunk == "actor" and kind in COUPLED_POLICY_LOSSES:
+        raise ConfigError(
+            f"critic.trunk is actor and policy_loss.kind is {kind}: that loss is one of the whole mini-batch, and is "
+            "not added to the value loss token by token",
+            fix="set critic.trunk to own, or policy_loss.kind to a loss per token",
+        )
+    return cfg.critic.trunk == "own"
 
 
 def build_critic(kit: Kit) -> tuple[ModelEngine, str | None]:

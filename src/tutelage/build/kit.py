@@ -21,7 +21,7 @@ from tutelage.engines.engine import ModelEngine
 from tutelage.engines.mesh import RankMeshes
 from tutelage.engines.ranks import Alone, MeshRanks, Ranks
 from tutelage.layout import Place
-from tutelage.models.heads import Kind, ScalarModel
+from tutelage.models.heads import Kind, ScalarModel, fresh_head
 from tutelage.models.language_model import LanguageModel
 from tutelage.models.load import load_causal_lm, load_scalar_model
 from tutelage.models.sharding import Sharding
@@ -96,10 +96,17 @@ class Kit:
 
     @cached_property
     def policy(self) -> LanguageModel:
-        """The policy that is trained; at the start the model folder's weights."""
+        """The policy that is trained; at the start the model folder's weights.  With a value head, where the recipe
+        puts the critic on its trunk."""
         if self.shared is not None:
             return self.shared.policy
-        return self._policy("actor", self.cfg.model, frozen=False)
+        policy = self._policy("actor", self.cfg.model, frozen=False)
+        critic = getattr(self.cfg, "critic", None)
+        if critic is not None and critic.trunk == "actor":
+            head = fresh_head("value", policy.trunk.hidden_size, "last", self.cfg.seed).layers["score"]
+            policy.add_value_head(head, detach=critic.detach_trunk)
+            self.notes.append("critic is a new value head on the actor's trunk")
+        return policy
 
     def frozen_policy(self, role: str) -> LanguageModel:
         """The policy as it was passed in, without the adapter of this run, on the ranks of a role."""

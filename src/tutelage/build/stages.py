@@ -19,6 +19,7 @@ from tutelage.algorithms.raft import roles_needed as raft_roles
 from tutelage.algorithms.reward_model import loss_of
 from tutelage.algorithms.sft import SFTLoss
 from tutelage.build import distillation, online, preference, roles
+from tutelage.build.critic import on_own_model
 from tutelage.build.data import StageData, section, training_source
 from tutelage.build.environments import has_environments
 from tutelage.build.functions import held_out_rules, load_gold
@@ -161,6 +162,16 @@ def inputs_cut(handles: Any) -> Mapping[str, Any]:
     return {"reward_inputs_cut": dict(total) or None}
 
 
+def without_critic(cfg: Any, data: StageData) -> Mapping[str, Any]:
+    """No role of its own for a critic on the actor's trunk."""
+    if on_own_model(cfg):
+        return {}
+    return {
+        "makers": {"actor": roles.actor, "reference": roles.reference, "reward": roles.reward},
+        "learners": ("actor",),
+    }
+
+
 def several_updates(cfg: Any) -> int:
     """Optimiser updates of a step that learns from one batch in several passes and parts."""
     return section(cfg).epochs * section(cfg).minibatches
@@ -190,6 +201,7 @@ STAGES: dict[str, StageSpec] = {
         updates=several_updates,
         alarms=Alarms,
         finish=inputs_cut,
+        of_run=without_critic,
     ),
     "grpo": StageSpec(
         makers={"actor": roles.actor, "reference": roles.reference, "reward": roles.reward},

@@ -97,6 +97,19 @@ def _ppo_problems(config: PPOConfig, where: Mapping[str, object], problems: list
         problems.append(
             f"critic.init is reward{at('critic.init', where)} but reward.model is not given; use auto or policy"
         )
+    if config.critic.trunk == "own":
+        return
+    trunk = f"critic.trunk is actor{at('critic.trunk', where)}"
+    if config.cluster.transport == "ray":
+        problems.append(
+            f"{trunk} and cluster.transport is ray{at('cluster.transport', where)}: a value head on the actor's trunk "
+            "is of one process; use critic.trunk=own, or cluster.transport=local"
+        )
+    if config.model.shared_base:
+        problems.append(
+            f"{trunk} and model.shared_base is true{at('model.shared_base', where)}: the critic has no adapter to put "
+            "on the base; use critic.trunk=own, or model.shared_base=false"
+        )
 
 
 def _grpo_problems(config: GRPOConfig, where: Mapping[str, object], problems: list[str]) -> None:

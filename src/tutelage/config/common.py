@@ -38,7 +38,9 @@ class ModelConfig(Schema):
 def _can_share(config: Any) -> bool:
     """Whether a run has a second model whose weights could be the policy's base."""
     reward = getattr(config, "reward", None)
-    another = hasattr(config, "critic") or (reward is not None and bool(reward.model or reward.ensemble))
+    critic = getattr(config, "critic", None)
+    own_critic = critic is not None and critic.trunk == "own"
+    another = own_critic or (reward is not None and bool(reward.model or reward.ensemble))
     return config.model.lora_rank > 0 and another
 
 

@@ -7,15 +7,19 @@ from typing import Literal
 from tutelage.config.common import OptimConfig
 from tutelage.config.generating import PolicyGradientConfig
 from tutelage.config.rollouts import AlarmConfig, PolicySettings
-from tutelage.config.schema import Schema, setting
+from tutelage.config.schema import OnlyIf, Schema, setting
+
+OWN_TRUNK = OnlyIf("critic.trunk is own", lambda c: c.critic.trunk == "own")
+ACTORS_TRUNK = OnlyIf("critic.trunk is actor", lambda c: c.critic.trunk == "actor")
 
 
 class PPOSettings(PolicySettings):
     clip_value: float | None = setting(0.2, "Values move at most this far from the old ones; null: not clipped.", gt=0)
     vf_coef: float = setting(
         0.5,
-        "Weight of the value loss. Policy and critic have an optimiser each, so Adam and gradient clipping leave it "
-        "little effect; to train the critic faster or slower set critic.lr.",
+        "Weight of the value loss. With critic.trunk own, policy and critic have an optimiser each, so Adam and "
+        "gradient clipping leave it little effect; to train that critic faster or slower set critic.lr. With "
+        "critic.trunk actor, it is the value loss's share of the one gradient.",
         ge=0,
     )
     gamma: float = setting(1.0, "Discount per token.", gt=0, le=1)
@@ -26,10 +30,16 @@ class PPOSettings(PolicySettings):
 
 
 class CriticConfig(Schema):
-    init: str = setting(
-        "auto", "auto (the reward model where shapes allow, else the policy), reward, policy, or a path."
+    trunk: Literal["own", "actor"] = setting(
+        "own", "own: a model of its own. actor: a value head on the actor's last hidden states, trained with the actor."
     )
-    lr: float | None = setting(None, "Learning rate of the critic; default: optim.lr.", gt=0)
+    detach_trunk: bool = setting(False, "The value loss trains the head alone, not the trunk.", only_if=ACTORS_TRUNK)
+    init: str = setting(
+        "auto",
+        "auto (the reward model where shapes allow, else the policy), reward, policy, or a path.",
+        only_if=OWN_TRUNK,
+    )
+    lr: float | None = setting(None, "Learning rate of the critic; default: optim.lr.", gt=0, only_if=OWN_TRUNK)
 
 
 class PPOAlarmConfig(AlarmConfig):

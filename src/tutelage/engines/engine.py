@@ -27,7 +27,15 @@ from tutelage.engines.trained import below_top
 from tutelage.errors import CheckpointError, ModelError, TrainingError
 from tutelage.math.logprobs import LOGPROB_ALONE, Asked
 from tutelage.models.export import bucketed
-from tutelage.models.forward import Model, sequence_scores, token_outputs, token_scores, values_with_bootstrap
+from tutelage.models.forward import (
+    Model,
+    logprobs_and_values,
+    require_computed,
+    sequence_scores,
+    token_outputs,
+    token_scores,
+    values_with_bootstrap,
+)
 from tutelage.models.heads import ScalarModel
 from tutelage.models.language_model import LanguageModel
 from tutelage.models.lora import adapter_off
@@ -176,6 +184,25 @@ class ModelEngine:
         return self._by_budget(
             sequences, sequences.response_lens + 1, lambda part: values_with_bootstrap(model, part).flat
         )
+
+    def logprobs_and_values(self, sequences: Sequences, temperature: float) -> tuple[Ragged, Ragged]:
+        """`logprobs` (R) and `values` (R + B) of a policy with a value head, from one pass.  Raises ModelError without.
+
+        A row of the pass has the two side by side; the entry after the last token has no logprob.
+        """
+        model = self._at(temperature)
+        require_computed(model, ("value",))
+
+        def of_part(part: Sequences) -> Tensor:
+            logp_R, values = logprobs_and_values(model, part, temperature)
+            both = torch.zeros(len(values.flat), 2, device=values.flat.device)
+            both[_but_last(values), 0] = logp_R.to(both)
+            both[:, 1] = values.flat
+            return both
+
+        every = self._by_budget(sequences, sequences.response_lens + 1, of_part, (2,))
+        logp = Ragged(every.flat[_but_last(every), 0], sequences.response_lens)
+        return logp, every.with_flat(every.flat[:, 1].contiguous())
 
     def scores(self, sequences: Sequences) -> Tensor:
         """(B,) float32, one scalar per sequence, pooled over its real tokens."""
@@ -450,6 +477,13 @@ class ModelEngine:
             what = self.model.kind if isinstance(self.model, ScalarModel) else "language"
             raise ModelError(f"a {kind} was asked of a {what} model", fix=f"load the model with kind {kind!r}")
         return self.model
+
+
+def _but_last(rows: Ragged) -> Tensor:
+    """(N,) bool: every entry but the last one of each row."""
+    keep = torch.ones(len(rows.flat), dtype=torch.bool, device=rows.flat.device)
+    keep[rows.offsets()[1:] - 1] = False
+    return keep
 
 
 IDLE = Sequences.build([[0]], [[0]])

@@ -74,7 +74,13 @@ def token_outputs(
     softmax(logits / temperature), in nats; only response positions go through the output layer, in chunks.
     """
     index_R = predicting_index(sequences)
-    states = hidden_states(model, sequences, share)
+    return _distribution(model, sequences, hidden_states(model, sequences, share), index_R, asked, temperature)
+
+
+def _distribution(
+    model: LanguageModel, sequences: Sequences, states: States, index_R: Tensor, asked: Asked, temperature: float
+) -> dict[str, Tensor]:
+    """As `token_outputs`, from the states; index_R: of the predicting positions."""
     home = states.hidden.device
     targets_R = sequences.tokens.flat[index_R + 1].to(home)
     candidates_RC = None if asked.candidates is None else asked.candidates.to(home)
@@ -112,12 +118,34 @@ def token_logprobs(
 
 def values_with_bootstrap(model: ScalarModel, sequences: Sequences, share: bool = True) -> Ragged:
     """Ragged (R + B): V before each response token, and V after the last one; rows one longer than the responses."""
-    keep = torch.ones_like(sequences.tokens.flat, dtype=torch.bool)
-    keep[predicting_index(sequences)] = False
-    ends_B = sequences.tokens.offsets()[1:] - 1
-    keep[ends_B] = False
-    index = torch.nonzero(~keep).squeeze(1)
-    return Ragged(_token_scalars(model, sequences, index, share), sequences.response_lens + 1)
+    return Ragged(_token_scalars(model, sequences, _bootstrap_index(sequences), share), sequences.response_lens + 1)
+
+
+def _bootstrap_index(sequences: Sequences) -> Tensor:
+    """(R + B,) flat positions: the token before each response token, and the last one of each sequence."""
+    read = torch.zeros_like(sequences.tokens.flat, dtype=torch.bool)
+    read[predicting_index(sequences)] = True
+    read[sequences.tokens.offsets()[1:] - 1] = True
+    return torch.nonzero(read).squeeze(1)
+
+
+def logprobs_and_values(
+    model: LanguageModel, sequences: Sequences, temperature: float = 1.0, share: bool = True
+) -> tuple[Tensor, Ragged]:
+    """(R,) logprobs, and the values as `values_with_bootstrap`, of a policy with a value head: one pass of the trunk.
+
+    Raises ModelError for a policy without one.
+    """
+    require_computed(model, ("logp", "value"))
+    index_R = predicting_index(sequences)
+    states = hidden_states(model, sequences, share)
+    logp_R = _distribution(model, sequences, states, index_R, LOGPROB_ALONE, temperature)["logp"]
+    return logp_R, Ragged(_head_values(model, states, _bootstrap_index(sequences)), sequences.response_lens + 1)
+
+
+def _head_values(model: LanguageModel, states: States, index_R: Tensor) -> Tensor:
+    """(R,) the policy's value head on the hidden states at these positions."""
+    return states.read(index_R, lambda hidden_rH, _: model.values(hidden_rH))
 
 
 def token_values(model: ScalarModel, sequences: Sequences, share: bool = True) -> Tensor:
@@ -153,12 +181,14 @@ COMPUTED = {
     "value": frozenset({"value"}),
     "reward": frozenset({"score", "token_score"}),
 }
-"""What a kind of model can be asked for."""
+"""What a kind of model can be asked for; a language model with a value head, for both of its kinds."""
 
 
 def require_computed(model: Model, wanted: Collection[str]) -> None:
     """Raises ModelError for what this model does not compute."""
     can = COMPUTED["language" if isinstance(model, LanguageModel) else model.kind]
+    if isinstance(model, LanguageModel) and model.value_head is not None:
+        can = can | COMPUTED["value"]
     unknown = sorted(set(wanted) - can)
     if unknown:
         raise ModelError(
@@ -203,14 +233,33 @@ def outputs(
     """
     require_computed(model, wanted)
     if isinstance(model, LanguageModel):
-        asked = Asked("entropy" in wanted, "log_collision" in wanted, candidates)
-        found = token_outputs(model, sequences, asked, temperature, share)
+        found = _language_outputs(model, sequences, wanted, temperature, candidates, share)
     elif model.kind == "value":
         found = {"value": token_values(model, sequences, share)}
     else:
         found = _reward_outputs(model, sequences, wanted, share)
     home = sequences.tokens.flat.device
     return Outputs(**{name: x.to(home) for name, x in found.items()})
+
+
+def _language_outputs(
+    model: LanguageModel,
+    sequences: Sequences,
+    wanted: Collection[str],
+    temperature: float,
+    candidates: Tensor | None,
+    share: bool,
+) -> dict[str, Tensor]:
+    """Distributions, and the values of a model with a value head, from one pass through the trunk."""
+    asked = Asked("entropy" in wanted, "log_collision" in wanted, candidates)
+    if "value" not in wanted:
+        return token_outputs(model, sequences, asked, temperature, share)
+    index_R = predicting_index(sequences)
+    states = hidden_states(model, sequences, share)
+    values = {"value": _head_values(model, states, index_R)}
+    if set(wanted) == {"value"}:
+        return values
+    return _distribution(model, sequences, states, index_R, asked, temperature) | values
 
 
 def _reward_outputs(

@@ -32,6 +32,8 @@ class LanguageModel:
 
     root      what an engine's computations run inside of.
     sharding  how the weights are spread over ranks; None: they are whole on this one.
+    value_head    a critic on this trunk (`add_value_head`); None: this is a policy alone.
+    detach_trunk  the critic's loss stops at the head.
     """
 
     def __init__(
@@ -51,10 +53,32 @@ class LanguageModel:
         self.adapted = adapted
         self.logits: Callable[[Tensor], Tensor] = logits_function(model)
         self.vocabulary: VocabularyParallel | None = None
+        self.value_head: nn.Linear | None = None
+        self.detach_trunk = False
 
     @property
     def module(self) -> PreTrainedModel:
         return self.model
+
+    def add_value_head(self, head: nn.Linear, *, detach: bool = False) -> None:
+        """A critic on the trunk, trained with it: `head` (H -> 1), in float32 and outside `module`, so that adapters,
+        snapshots, published weights and model folders are without it.
+
+        Raises ModelError for weights that are spread over ranks.
+        """
+        if self.sharding is not None:
+            raise ModelError(
+                "the policy is spread over ranks, and a value head on its trunk is not", fix="set critic.trunk to own"
+            )
+        self.value_head, self.detach_trunk = head.to(self.trunk.device), detach
+        self.masters.add("value_head", self.value_head)
+
+    def values(self, hidden_nH: Tensor) -> Tensor:
+        """(n,) float32: the value head on every hidden state.  Raises ModelError where there is none."""
+        if self.value_head is None:
+            raise ModelError("this policy has no value head", fix="ask the critic, or set critic.trunk to actor")
+        out_n1: Tensor = self.value_head((hidden_nH.detach() if self.detach_trunk else hidden_nH).float())
+        return out_n1.squeeze(-1)
 
     def snapshot(self) -> LanguageModel:
         """A frozen copy that computes exactly what the model computes at this moment.

@@ -44,6 +44,11 @@ class MasterWeights:
                 handle = parameter.register_post_accumulate_grad_hook(_add_to(self.masters[name]))
                 self._casts[name] = (parameter, handle)
 
+    def add(self, prefix: str, module: nn.Module) -> None:
+        """A float32 module beside this one is trained too, under the names PREFIX.NAME."""
+        for name, parameter in module.named_parameters():
+            self.masters[f"{prefix}.{name}"] = parameter
+
     def freeze(self, frozen: Collection[str]) -> None:
         """These parameters are trained no more; their masters are dropped."""
         for name, parameter in self.module.named_parameters():

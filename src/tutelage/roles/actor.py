@@ -36,6 +36,7 @@ class Actor:
         "generate": Dispatch.GENERATE,
         "logprobs": Dispatch.ROWS,
         "log_collisions": Dispatch.ROWS,
+        "with_values": Dispatch.ROWS,
         "step": Dispatch.MINIBATCH,
         "evaluate": Dispatch.MINIBATCH,
     }
@@ -90,6 +91,11 @@ class Actor:
     def log_collisions(self, batch: Any) -> Ragged:
         """(R,) log sum_v p_v^2 at each response token under the present weights, without gradient."""
         return self.engine.log_collisions(batch.sequences, self.temperature)
+
+    def with_values(self, rollout: Rollout) -> Rollout:
+        """The rollout with `old_logp` (R) and `value` (R + B), from one pass, where the critic is on this trunk."""
+        logp, value = self.engine.logprobs_and_values(rollout.sequences, self.temperature)
+        return rollout.adding(old_logp=logp, value=value)
 
     def step(self, batch: Any, loss: Loss) -> Stats:
         if self.rollout is not None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from tutelage.errors import RolloutError
 from tutelage.math.keyed import keyed_uniform
 from tutelage.math.logprobs import scaled_log_softmax
+from tutelage.math.masking import at_least_float32
 
 TRAINING_PURPOSE = "rollout"
 """The purpose of rollouts that a policy is trained on; other purposes may truncate the distribution."""
@@ -154,8 +155,10 @@ def sample_tokens(
     is computed once for all its draws.
     Rows whose logits are not finite give a NaN logprob and no error here. Rows go through in chunks of bounded memory.
     """
-    elements = _CHUNK_ELEMENTS.get(logits_UV.device.type, _CHUNK_ELEMENTS_ELSEWHERE)
-    rows = max(1, elements // max(1, logits_UV.shape[1]))
+    if not params.truncates:
+        source_b = None if source_B is None else source_B.to(logits_UV.device)
+        return _draw(logits_UV, keys_B, counter_B, params.temperature, params.greedy, source_b)
+    rows = _rows_at_a_time(logits_UV)
     parts = logits_UV.split(rows)
     if source_B is None:
         ends = [*range(rows, len(parts) * rows, rows), logits_UV.shape[0]]
@@ -164,40 +167,63 @@ def sample_tokens(
     found, first = [], 0
     for number, (logits_uV, end) in enumerate(zip(parts, ends, strict=True)):
         source_b = None if source_B is None else (source_B[first:end] - number * rows).to(logits_UV.device)
-        found.append(_sample_chunk(logits_uV, keys_B[first:end], counter_B[first:end], params, source_b))
+        logp_uV = sampled_logprobs(logits_uV, params)
+        found.append(_draw(logp_uV, keys_B[first:end], counter_B[first:end], 1.0, False, source_b))
         first = end
     return torch.cat([token for token, _ in found]), torch.cat([logp for _, logp in found])
 
 
-def _sample_chunk(
-    logits_UV: Tensor, keys_B: Tensor, counter_B: Tensor, params: SamplingParams, source_B: Tensor | None
+def _rows_at_a_time(x_UV: Tensor) -> int:
+    elements = _CHUNK_ELEMENTS.get(x_UV.device.type, _CHUNK_ELEMENTS_ELSEWHERE)
+    return max(1, elements // max(1, x_UV.shape[1]))
+
+
+def _draw(
+    scores_UV: Tensor, keys_B: Tensor, counter_B: Tensor, temperature: float, greedy: bool, source_B: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    logp_UV = sampled_logprobs(logits_UV, params)
+    """(token_B, logp_B) from softmax(scores / temperature), by weights w = exp((score - best score) / temperature)."""
+    size = scores_UV.shape[1]
+    best_U1, sums_Un = _weights_of_blocks(scores_UV, temperature)
     if source_B is None:
-        source_B = torch.arange(logits_UV.shape[0], device=logits_UV.device)
-    if params.greedy:
-        token_B = logits_UV.argmax(dim=-1)[source_B]
+        source_B = torch.arange(scores_UV.shape[0], device=scores_UV.device)
+    cdf_Bn = sums_Un.cumsum(dim=-1)[source_B]
+    best_B1 = best_U1[source_B]
+    if greedy:
+        token_B = scores_UV.argmax(dim=-1)[source_B]
     else:
-        token_B = _inverse_cdf(logp_UV, source_B, keyed_uniform(keys_B, counter_B))
-    return token_B, logp_UV[source_B, token_B]
+        # u is at most 1 - 2^-53, so u * total stays below the total after rounding too; the clamps are for NaN alone.
+        target_B1 = keyed_uniform(keys_B, counter_B)[:, None] * cdf_Bn[:, -1:]
+        block_B1 = torch.searchsorted(cdf_Bn, target_B1, right=True).clamp_(max=cdf_Bn.shape[1] - 1)
+        before_B1 = torch.where(block_B1 > 0, cdf_Bn.gather(1, (block_B1 - 1).clamp(min=0)), 0.0)
+        column_Bk = block_B1 * _BLOCK + torch.arange(_BLOCK, device=scores_UV.device)
+        chosen_Bk = at_least_float32(scores_UV[source_B[:, None], column_Bk.clamp(max=size - 1)])
+        w_Bk = ((chosen_Bk - best_B1) / temperature).exp().masked_fill(column_Bk >= size, 0.0)
+        inside_Bk = w_Bk.cumsum(dim=-1, dtype=torch.float64)
+        within_B1 = torch.searchsorted(inside_Bk, target_B1 - before_B1, right=True)
+        # Rounding may leave the rest of the target at the block's end: its last token that has weight is the one.
+        last_B1 = torch.searchsorted(inside_Bk, inside_Bk[:, -1:].contiguous())
+        token_B = (block_B1 * _BLOCK + torch.minimum(within_B1, last_B1))[:, 0].clamp_(max=size - 1)
+    score_B = at_least_float32(scores_UV[source_B, token_B])
+    logp_B = (score_B - best_B1[:, 0]) / temperature - cdf_Bn[:, -1].log()
+    return token_B, logp_B.to(score_B.dtype)
 
 
-def _inverse_cdf(logp_UV: Tensor, source_B: Tensor, u_B: Tensor) -> Tensor:
-    """(B,) the token at which the cumulative distribution of row source[b] passes u[b]."""
-    rows, size = logp_UV.shape
+def _weights_of_blocks(scores_UV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Best score (U, 1) of each row, and the sum (U, n) float64 of the weights of each block of its tokens."""
+    rows, size = _rows_at_a_time(scores_UV), scores_UV.shape[1]
     blocks = -(-size // _BLOCK)
-    p_UV = logp_UV.new_empty((rows, blocks * _BLOCK))
-    p_UV[:, size:] = 0.0
-    torch.exp(logp_UV, out=p_UV[:, :size])
-    p_Unk = p_UV.view(rows, blocks, _BLOCK)
-    cdf_Bn = p_Unk.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)[source_B]
-    # u is at most 1 - 2^-53, so u * total stays below the total after rounding too; the clamps are for NaN alone.
-    target_B1 = u_B[:, None] * cdf_Bn[:, -1:]
-    block_B1 = torch.searchsorted(cdf_Bn, target_B1, right=True).clamp_(max=blocks - 1)
-    before_B1 = torch.where(block_B1 > 0, cdf_Bn.gather(1, (block_B1 - 1).clamp(min=0)), 0.0)
-    inside_Bk = p_Unk[source_B, block_B1[:, 0]].cumsum(dim=-1, dtype=torch.float64)
-    within_B1 = torch.searchsorted(inside_Bk, target_B1 - before_B1, right=True)
-    # Rounding may leave the rest of the target at the block's end: its last token that has probability is the one.
-    last_B1 = torch.searchsorted(inside_Bk, inside_Bk[:, -1:].contiguous())
-    token_B1 = block_B1 * _BLOCK + torch.minimum(within_B1, last_B1)
-    return token_B1[:, 0].clamp_(max=size - 1)
+    best, sums = [], []
+    w_uV: Tensor | None = None
+    for part_uV in scores_UV.split(rows):
+        wide_uV = at_least_float32(part_uV)
+        if w_uV is None:
+            w_uV = wide_uV.new_zeros((wide_uV.shape[0], blocks * _BLOCK))
+        best.append(wide_uV.amax(dim=-1, keepdim=True))
+        used_uV = w_uV[: wide_uV.shape[0]]
+        inner_uV = used_uV[:, :size]
+        torch.sub(wide_uV, best[-1], out=inner_uV)
+        if temperature != 1.0:
+            inner_uV.div_(temperature)
+        inner_uV.exp_()
+        sums.append(used_uV.view(-1, blocks, _BLOCK).sum(dim=-1, dtype=torch.float64))
+    return torch.cat(best), torch.cat(sums)

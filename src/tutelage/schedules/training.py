@@ -118,8 +118,16 @@ def gathered(updates: list[dict[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def merged_by_role(updates: list[tuple[str, Stats]], prefixes: dict[str, str], collected: Stats) -> Stats:
-    """Statistics of the collection and of all updates, summed exactly, the latter named by role."""
-    named = [{f"{prefixes[role]}/{name}": stat for name, stat in stats.items()} for role, stats in updates]
+    """Statistics of the collection and of all updates, summed exactly, the latter named by role.
+
+    In an update of one role by the losses of several (`algorithms.summed`), ROLE/NAME is a statistic of ROLE's loss.
+    """
+
+    def named_by(role: str, name: str) -> str:
+        part, slash, rest = name.partition("/")
+        return f"{prefixes[part]}/{rest}" if slash and part in prefixes else f"{prefixes[role]}/{name}"
+
+    named = [{named_by(role, name): stat for name, stat in stats.items()} for role, stats in updates]
     return {**collected, **merge_stats(named)}
 
 
