@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("ray")
 
 from tutelage.algorithms import ppo
+from tutelage.config.ppo import PPOConfig
 from tutelage.errors import ConfigError, ShapeError
 from tutelage.sharing import balanced
 from tutelage.transport.local import LocalTransport
@@ -225,10 +226,11 @@ def test_a_column_of_another_length_is_refused(roles, rollout):
 
 def test_ppo_collects_what_the_local_transport_collects_and_the_driver_moves_no_tensor(transport, roles):
     prompts, local = ray_kit.prompts_of(7, n=3), LocalTransport()
-    expected = ppo.collect(local.put(prompts), RoleSet(local.start(ray_kit.ppo_roles, ray_kit.PPO)[0]), None).gather()
+    cfg = PPOConfig.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"model": "r"}})
+    expected = ppo.collect(local.put(prompts), RoleSet(local.start(ray_kit.ppo_roles, ray_kit.PPO)[0]), cfg).gather()
     transport.take_busy()
     before = transport.driver_bytes
-    pending = ppo.collect(transport.put(prompts), roles, None)
+    pending = ppo.collect(transport.put(prompts), roles, cfg)
     assert transport.driver_bytes == before
     found = pending.gather()
     assert same(found, expected)
