@@ -3,7 +3,7 @@
 Shapes: b rows, N packed tokens, V vocabulary, H hidden.
 
 A product of few rows with a matrix of many columns is slow in a CPU's library as one call; in blocks of columns, each
-of which stays in the cache, it is 1.3 to 1.5 times as fast (docs/results/compare.md).
+of which stays in the cache, it is 1.2 to 1.5 times as fast (docs/decisions.md).
 """
 
 from __future__ import annotations
