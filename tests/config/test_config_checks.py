@@ -36,6 +36,7 @@ def ppo(**sections: Any) -> PPOConfig:
         (["kl.horizon=500"], "kl.horizon"),
         (["kl.on_budget=stop"], "kl.on_budget"),
         (["model.lora_alpha=32.0"], "model.lora_alpha"),
+        (["model.activation_bytes=1000000"], "model.activation_bytes"),
         (["data.eval=e", "data.eval_fraction=0.2"], "data.eval_fraction"),
         (["reward={model: null, weight: 2.0, rules: [{function: a:b}]}"], "reward.weight"),
     ],
@@ -53,12 +54,30 @@ def test_a_key_without_effect_is_refused_even_at_its_default(recipe: str, overri
         ["kl.controller=adaptive", "kl.target=3", "kl.horizon=500"],
         ["kl.budget=4", "kl.on_budget=stop"],
         ["model.lora_rank=4", "model.lora_alpha=3"],
+        ["model.gradient_checkpointing=true", "model.activation_bytes=1000000"],
         ["data.eval_fraction=0.2"],
         ["reward.weight=2"],
     ],
 )
 def test_a_key_whose_condition_holds_is_allowed(recipe: str, overrides: list[str]) -> None:
     assert load_checked(recipe, overrides)[1] == []
+
+
+def test_null_takes_back_a_key_that_a_recipe_sets(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    text = "algorithm: ppo\nmodel: {path: m}\ndata: {train: t}\nreward: {model: r}\ncritic: {lr: 1.0e-4}\n"
+    path.write_text(text, encoding="utf8")
+    with pytest.raises(ConfigError, match=r"(?s)critic.lr has no effect.*KEY=null"):
+        check_effect(load_recipe(str(path), ["critic.trunk=actor"]))
+    check_effect(load_recipe(str(path), ["critic.trunk=actor", "critic.lr=null"]))
+
+
+@pytest.mark.parametrize("axis", ["context", "sequence", "tensor", "pipeline"])
+def test_a_budget_of_activations_is_refused_where_ranks_compute_one_layer_together(recipe: str, axis: str) -> None:
+    keys = ["model.gradient_checkpointing=true", "model.activation_bytes=1000000", "cluster.transport=ray"]
+    check_effect(load_recipe(recipe, [*keys, "cluster.layout.actor.shard=2"]))
+    with pytest.raises(ConfigError, match=r"model.activation_bytes has no effect"):
+        check_effect(load_recipe(recipe, [*keys, f"cluster.layout.actor.{axis}=2"]))
 
 
 def test_all_keys_without_effect_are_named_together(recipe: str) -> None:

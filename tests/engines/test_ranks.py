@@ -78,11 +78,36 @@ def test_lora_on_ranks_equals_one_process(layout, one_process, tiny_llama_folder
         require_equal_runs([one[case] for one in ours], one_process(case, settings))
 
 
-def test_checkpointed_blocks_and_one_sum_for_all_micro_batches_change_nothing(one_process, tiny_llama_folder):
+@pytest.mark.parametrize("budget", [None, 60_000], ids=["all", "by budget"])
+def test_checkpointed_blocks_and_one_sum_for_all_micro_batches_change_nothing(one_process, tiny_llama_folder, budget):
     changes = {"tokens_per_micro_batch": 12, "sum_once": True}
-    ours = run_ranks(all_cases, 2, tiny_llama_folder, "shard 2", {"gradient_checkpointing": True}, changes)
+    settings = {"gradient_checkpointing": True, "activation_bytes": budget}
+    ours = run_ranks(all_cases, 2, tiny_llama_folder, "shard 2", settings, changes)
     for case in ("tokens", "sorted"):
-        require_equal_runs([one[case] for one in ours], one_process(case))
+        found = [one[case] for one in ours]
+        for one in found:
+            for stats in one["stats"]:
+                recomputed = stats.pop("recomputed_blocks", None)
+                assert (recomputed is None) == (budget is None)
+                # one entry for every micro-batch of every rank
+                assert recomputed is None or recomputed.weight >= stats["micro_batches"].mean
+        require_equal_runs(found, one_process(case))
+
+
+def block_sizes(rank: int, world: int, folder: Path, layout: str | None) -> tuple[float, float]:
+    settings = {"gradient_checkpointing": True, "activation_bytes": 1}
+    layout_ = None if layout is None else ranks_kit.LAYOUTS[layout]
+    engine, batch, loss = ranks_kit.make("tokens", folder, layout_, settings, tokens_per_micro_batch=10_000)
+    engine.gradients(batch.select(torch.zeros(world, dtype=torch.int64)), loss)
+    sizes = engine.model.trunk.recompute.sizes
+    return sizes.kept, sizes.entering
+
+
+def test_gathered_weights_do_not_count_as_activations(tiny_llama_folder):
+    """Each rank has one and the same sequence, as the one process has."""
+    expected = block_sizes(0, 1, tiny_llama_folder, None)
+    for found in run_ranks(block_sizes, 2, tiny_llama_folder, "shard 2"):
+        assert found == pytest.approx(expected, rel=1e-3)
 
 
 def few_items(rank: int, world: int, folder: Path, layout: str, counts: tuple[int, ...]) -> list[dict]:

@@ -141,10 +141,14 @@ def test_a_twin_has_the_weights_and_copies_of_the_buffers():
 
 
 @SEEN
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "recomputed"])
-def test_three_updates_of_each_role_equal_those_of_separate_copies(kind, base_folder, tmp_path, checkpointing):
+@pytest.mark.parametrize(
+    "recomputed",
+    [{}, {"gradient_checkpointing": True}, {"gradient_checkpointing": True, "activation_bytes": 60_000}],
+    ids=["stored", "recomputed", "by budget"],
+)
+def test_three_updates_of_each_role_equal_those_of_separate_copies(kind, base_folder, tmp_path, recomputed):
     """Bit for bit, and the roles take turns, so that one model's step is between another's."""
-    cfg = settings(base_folder, gradient_checkpointing=checkpointing)
+    cfg = settings(base_folder, **recomputed)
     reward = str(reward_folder(base_folder, tmp_path / "reward"))
     made = load_shared_base(cfg, kit.WordTokenizer(), rewards={reward: None}, critic=start_at_base, seed=7)
     policy = load_causal_lm(cfg, kit.WordTokenizer(), seed=7)
@@ -160,6 +164,7 @@ def test_three_updates_of_each_role_equal_those_of_separate_copies(kind, base_fo
             a, b = one.step(rows, FitToken(name)), other.step(rows, FitToken(name))
             assert a == b
             assert a["grad_norm"].total > 0
+            assert ("recomputed_blocks" in a) == ("activation_bytes" in recomputed)
         assert torch.equal(shared[0].logprobs(rows.sequences, 1.0).flat, apart[0].logprobs(rows.sequences, 1.0).flat)
         old = [e.logprobs(rows.sequences, 1.0, adapter=False).flat for e in (shared[0], apart[0])]
         assert torch.equal(*old)

@@ -25,18 +25,22 @@ if TYPE_CHECKING:
 
 
 def check_effect(loaded: Loaded) -> None:
-    """Refuse keys that the user set although they change nothing in this run. Raises ConfigError naming all of them."""
+    """Refuse keys that the user set although they change nothing in this run. Raises ConfigError naming all of them.
+
+    A key that is set to null counts as not given, so that an override takes back what a recipe sets.
+    """
     problems = []
     for key in describe.walk(type(loaded.config)):
         if not key.condition or key.condition.holds(loaded.config):
             continue
         where = next((s for n, s in loaded.sources.items() if n == key.name or n.startswith(f"{key.name}.")), None)
-        if where is not None:
-            value = describe.value_text(describe.value_at(loaded.config, key.name))
+        value = None if where is None else describe.value_at(loaded.config, key.name)
+        if value is not None:
             problems.append(
-                f"{key.name} has no effect in this run ({where}, value {value}): it needs that {key.condition.text}"
+                f"{key.name} has no effect in this run ({where}, value {describe.value_text(value)}): it needs that "
+                f"{key.condition.text}"
             )
-    _refuse(problems, "remove the key, or change the setting it depends on")
+    _refuse(problems, "remove the key (KEY=null takes back one without a default), or change the setting it depends on")
 
 
 def check_sense(config: AnyConfig, sources: Mapping[str, object] | None = None) -> list[str]:

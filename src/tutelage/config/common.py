@@ -8,6 +8,10 @@ from tutelage.config.cluster import ClusterConfig
 from tutelage.config.schema import OnlyIf, Schema, setting
 
 LORA_ON = OnlyIf("model.lora_rank is above 0", lambda c: c.model.lora_rank > 0)
+RECOMPUTES = OnlyIf(
+    "model.gradient_checkpointing is true and no role has context, sequence, tensor or pipeline above 1",
+    lambda c: c.model.gradient_checkpointing and not _cuts_layers(c),
+)
 SHARES_BASE = OnlyIf(
     "model.lora_rank is above 0 and the stage has a critic, reward.model or reward.ensemble", lambda c: _can_share(c)
 )
@@ -25,6 +29,13 @@ class ModelConfig(Schema):
         "Jinja file, or the name of a built-in template (chatml, plain, hh); default: the tokenizer's own, else plain.",
     )
     gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass: less memory, more time.")
+    activation_bytes: int | None = setting(
+        None,
+        "Bytes that the blocks of one model may hold for the backward pass of a micro-batch: as few blocks as keep "
+        "within it are recomputed; default: all.",
+        ge=1,
+        only_if=RECOMPUTES,
+    )
     lora_rank: int = setting(0, "Rank of LoRA adapters on all linear layers; 0 trains the full model.", ge=0, le=1024)
     lora_alpha: float = setting(32.0, "LoRA scale is lora_alpha / lora_rank.", gt=0, only_if=LORA_ON)
     shared_base: bool = setting(
@@ -33,6 +44,12 @@ class ModelConfig(Schema):
         "(docs/shared_base.md).",
         only_if=SHARES_BASE,
     )
+
+
+def _cuts_layers(config: Any) -> bool:
+    """Whether ranks compute one layer together: they would have to recompute the same blocks."""
+    layouts = config.cluster.layout.values()
+    return any(max(one.context, one.sequence, one.tensor, one.pipeline) > 1 for one in layouts)
 
 
 def _can_share(config: Any) -> bool:

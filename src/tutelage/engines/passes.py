@@ -74,11 +74,16 @@ class Passes:
         """Raises TrainingError on every rank for a loss that is not finite on one."""
         self.ranks.agree(problem_of(lambda: require_learnable(self.model, share.rows, loss.outputs)))
         try:
-            return self._coupled(share, loss) if isinstance(loss, CoupledLoss) else self._separable(share, loss)
+            found = self._coupled(share, loss) if isinstance(loss, CoupledLoss) else self._separable(share, loss)
         except Exception:
             if self.backward and self.ranks.sum_once:
                 self._drop_held_gradients(share, loss)
             raise
+        recompute = self.model.trunk.recompute
+        if self.backward and recompute is not None:
+            theirs = self.ranks.from_parts(asdict(recompute.read()))
+            found.stats.update(merge_stats([{"recomputed_blocks": Stat(**one)} for one in theirs]))
+        return found
 
     def _drop_held_gradients(self, share: Share, loss: Loss) -> None:
         """Gradients that wait for the last micro-batch become those of the weights, where the caller discards them."""

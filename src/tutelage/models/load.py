@@ -37,6 +37,7 @@ from tutelage.models.weights import (
     load_weights,
     on,
     prepare,
+    recompute_of,
     require_embeddings,
     without_pooler,
 )
@@ -101,6 +102,7 @@ def load_causal_lm(
         return sharded_causal_lm(cfg, tokenizer, sharding, seed=seed, frozen=frozen)
     model, trunk = bare_policy(cfg, tokenizer, device)
     adapted = prepare(model, cfg, seed)
+    trunk.recompute = recompute_of(trunk.model, cfg)
     return LanguageModel(model, trunk, tokenizer, MasterWeights(model, compute_dtype(cfg.dtype, device)), adapted)
 
 
@@ -223,6 +225,7 @@ def _scalar(
             fix="set critic.init to policy, or to a causal model",
         )
     adapted = prepare(trunk.model, cfg, seed)
+    trunk.recompute = recompute_of(trunk.model, cfg)
     model = ScalarModel(trunk, layers, kind, pooling, activation, tokenizer, adapted).to(device)
     model.masters = MasterWeights(model, compute_dtype(cfg.dtype, device), keep=tuple(layers))
     return model

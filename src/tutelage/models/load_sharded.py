@@ -40,6 +40,7 @@ from tutelage.models.weights import (
     keep_lowest,
     load_weights,
     prepare,
+    recompute_of,
     require_embeddings,
     require_trainable,
     without_pooler,
@@ -68,7 +69,8 @@ def sharded_causal_lm(
     model = source.bare()
     backbone_of(model).set_attn_implementation(seen.attention)
     adapted = _prepared(model, cfg, seed, frozen)
-    trunk = Trunk(backbone_of(model), seen.layout, seen.causal, sharding.tokens)
+    backbone = backbone_of(model)
+    trunk = Trunk(backbone, seen.layout, seen.causal, sharding.tokens, recompute_of(backbone, cfg))
     made = LanguageModel(model, trunk, tokenizer, MasterWeights(model, torch.float32), adapted)
     made.sharding = sharding
     _rest_in(model, sharding.dtype if frozen else torch.float32)
@@ -102,7 +104,7 @@ def sharded_scalar_model(
         )
     backbone = source.bare()
     backbone.set_attn_implementation(seen.attention)
-    trunk = Trunk(backbone, seen.layout, seen.causal, sharding.tokens)
+    trunk = Trunk(backbone, seen.layout, seen.causal, sharding.tokens, recompute_of(backbone, cfg))
     if head is None:
         head = fresh_head(kind, trunk.hidden_size, resolve_pooling(pooling, trunk), seed)
     adapted = _prepared(backbone, cfg, seed, frozen)

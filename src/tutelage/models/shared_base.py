@@ -36,7 +36,7 @@ from tutelage.models.meta import StoredWeights
 from tutelage.models.paths import ADAPTER_FILE, HEAD_FILE, is_local, load_config, read_json
 from tutelage.models.precision import MasterWeights
 from tutelage.models.trunk import Trunk
-from tutelage.models.weights import ModelSettings, compute_dtype, keep_lowest, prepare
+from tutelage.models.weights import ModelSettings, compute_dtype, keep_lowest, prepare, recompute_all, recompute_of
 
 ADAPTER = "adapter"
 """Folder of the adapter alone, in the folder of a model that was trained with one."""
@@ -101,6 +101,7 @@ def load_shared_base(
             made[folder] = found.to(device)
     value = None if critic is None else _critic(trunk, cfg, critic(made), made, tokenizer, seed).to(device)
     adapted = prepare(model, cfg, seed)
+    trunk.recompute = recompute_of(trunk.model, cfg)
     dtype = compute_dtype(cfg.dtype, device)
     for scalar in [*made.values(), *([] if value is None else [value])]:
         heads = tuple(name for name, _ in scalar.named_children() if name != "backbone")
@@ -129,14 +130,14 @@ def _critic(
         backbone = twin(trunk.model)
         adapted = prepare(backbone, cfg, seed)
         head = fresh_head("value", trunk.hidden_size, "last", seed)
-        own = Trunk(backbone, trunk.layout, trunk.causal)
+        own = Trunk(backbone, trunk.layout, trunk.causal, recompute=recompute_of(backbone, cfg))
         return ScalarModel(own, head.layers, "value", "last", None, tokenizer, adapted)
     source = rewards[start]
     backbone = _cut(trunk, start)
     if cfg.gradient_checkpointing:
-        backbone.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_all(backbone)
     adapted = _adapter_of(backbone, start, trained=True)
-    own = Trunk(backbone, trunk.layout, trunk.causal)
+    own = Trunk(backbone, trunk.layout, trunk.causal, recompute=recompute_of(backbone, cfg))
     return ScalarModel(own, source.copied_head(), "value", "last", source.activation, tokenizer, adapted)
 
 

@@ -7,6 +7,7 @@ R positions, r of one rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from tutelage.errors import ModelError, ShapeError
 from tutelage.models.parallel.tokens import TokenCut, TokenParallel, sequence_obstacle
 from tutelage.models.paths import max_positions, position_offset
 from tutelage.models.prefix import SharedRow, attention_alone, shared_row
+from tutelage.models.recompute import Recompute
 from tutelage.types import Ragged, Sequences, valid_mask
 
 Layout = Literal["packed", "padded"]
@@ -32,6 +34,7 @@ class Trunk:
             mask, through the model's own attention, for architectures whose layers mix tokens in other ways.
     causal  whether a token sees only what is before it.
     tokens  the ranks that every packed row is cut over; None: this one computes the whole row.
+    recompute  which blocks a training pass recomputes, by budget; None: as the blocks themselves are set.
 
     Raises ModelError for token-parallel ranks with the padded layout, or that do not divide the attention heads.
     """
@@ -40,6 +43,7 @@ class Trunk:
     layout: Layout = "packed"
     causal: bool = True
     tokens: TokenParallel | None = None
+    recompute: Recompute | None = None
 
     def __post_init__(self) -> None:
         if self.tokens is None:
@@ -86,9 +90,11 @@ class Trunk:
         if self.tokens is not None:
             cut = self.tokens.cut(tokens)
             return States(cut_hidden(self.model, tokens, cut), cut)
-        return States(
-            packed_hidden(self.model, tokens) if self.layout == "packed" else padded_hidden(self.model, tokens)
-        )
+        if self.layout == "packed":
+            with self._recomputing(tokens.flat.shape[0]):
+                return States(packed_hidden(self.model, tokens))
+        with self._recomputing(len(tokens) * int(tokens.lens.max())):
+            return States(padded_hidden(self.model, tokens))
 
     def shared_states(self, sequences: Sequences) -> States:
         """As `states`, read at the same positions; a prompt that several sequences have is computed once.
@@ -100,7 +106,13 @@ class Trunk:
         if row is None:
             return self.states(sequences.tokens)
         row = row.to(self.device)
-        return States(shared_hidden(self.model, row), index=row.index)
+        with self._recomputing(row.flat.shape[0]):
+            return States(shared_hidden(self.model, row), index=row.index)
+
+    def _recomputing(self, tokens: int) -> AbstractContextManager[None]:
+        """Around a forward pass of so many tokens."""
+        trains = self.model.training and torch.is_grad_enabled()
+        return nullcontext() if self.recompute is None or not trains else self.recompute.during(tokens)
 
     def check(self, tokens: Ragged) -> None:
         if len(tokens) == 0 or int(tokens.lens.min()) == 0:

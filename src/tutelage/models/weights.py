@@ -10,11 +10,13 @@ import torch
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tutelage.errors import ModelError
 from tutelage.models.lora import attach, merge_folder
 from tutelage.models.paths import base_of_adapter, load_config, loading, local_path
 from tutelage.models.precision import DTYPES
+from tutelage.models.recompute import Recompute
 from tutelage.models.trunk import embedding_matrix
 
 
@@ -28,6 +30,8 @@ class ModelSettings(Protocol):
     @property
     def gradient_checkpointing(self) -> bool: ...
     @property
+    def activation_bytes(self) -> int | None: ...
+    @property
     def lora_rank(self) -> int: ...
     @property
     def lora_alpha(self) -> float: ...
@@ -36,12 +40,33 @@ class ModelSettings(Protocol):
 def prepare(model: PreTrainedModel, cfg: ModelSettings, seed: int) -> PeftModel | None:
     """Activation checkpointing and LoRA, as the settings say; in place."""
     if cfg.gradient_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise ModelError(
-                f"{type(model).__name__} has no gradient checkpointing", fix="set model.gradient_checkpointing to false"
-            )
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_all(model)
     return attach(model, cfg.lora_rank, cfg.lora_alpha, seed) if cfg.lora_rank else None
+
+
+def recompute_all(model: PreTrainedModel) -> None:
+    """Every block runs again in the backward pass.  Raises ModelError where the architecture has no such switch."""
+    if not model.supports_gradient_checkpointing:
+        raise ModelError(
+            f"{type(model).__name__} has no gradient checkpointing", fix="set model.gradient_checkpointing to false"
+        )
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def recompute_of(backbone: PreTrainedModel, cfg: ModelSettings) -> Recompute | None:
+    """Which blocks a pass of a trained backbone recomputes, where the settings give a budget.
+
+    Raises ModelError where its blocks cannot be switched one by one.
+    """
+    if not cfg.gradient_checkpointing or cfg.activation_bytes is None:
+        return None
+    blocks = blocks_of(backbone)
+    if not all(isinstance(block, GradientCheckpointingLayer) for block in blocks):
+        raise ModelError(
+            f"the blocks of {type(backbone).__name__} cannot be recomputed one by one",
+            fix="leave model.activation_bytes out: all blocks are recomputed then",
+        )
+    return Recompute(list(blocks), cfg.activation_bytes)
 
 
 def on(device: str, model: PreTrainedModel) -> PreTrainedModel:
