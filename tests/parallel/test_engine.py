@@ -121,3 +121,35 @@ def test_an_update_is_that_of_one_process(layout, folder, one_process):
             for mine, his in zip(ours["stats"], theirs["stats"], strict=True):
                 for name in ("loss", "grad_norm"):
                     assert mine[name].mean == pytest.approx(his[name].mean, rel=2e-4), f"{what} {name}"
+
+
+def in_bfloat16(rank: int, world: int, folder: Path, layout: str) -> dict[str, Any]:
+    return bfloat16_work(folder, MeshRanks(MESHES.of(LAYOUTS[layout])))
+
+
+def bfloat16_work(folder: Path, ranks: MeshRanks | None) -> dict[str, Any]:
+    settings = ModelConfig(path=str(folder), dtype="bfloat16")
+    model = load_causal_lm(settings, kit.WordTokenizer(), sharding=None if ranks is None else ranks.sharding())
+    engine = ModelEngine(model, OptimConfig(lr=1e-2, schedule="constant"), ranks=ranks, total_updates=2)
+    seen: set[torch.dtype] = set()
+    product = model.trunk.model.layers[0].mlp.down_proj
+    product.register_forward_pre_hook(lambda _, args: seen.add(args[0].dtype))
+    found = {"gradients": engine.gradients(batch(), TokenLoss())}
+    stats = [engine.step(batch(), TokenLoss()) for _ in range(2)]
+    masters = {weight.dtype for weight in engine.state()["weights"].values()}
+    return {**found, "stats": stats, "computed": seen, "kept": masters}
+
+
+@pytest.mark.filterwarnings("ignore:this processor has no bfloat16")
+@pytest.mark.parametrize("layout", ["tensor 2", pytest.param("shard 2, tensor 2", marks=pytest.mark.slow)])
+def test_bfloat16_computes_and_float32_remembers_where_matrices_are_cut(layout, folder, one_process):
+    """float32 in one process is the reference; two ranks round to bfloat16 where one does, and sums once more."""
+    exact = one_process["policy"]
+    for found in run_ranks(in_bfloat16, LAYOUTS[layout].size, folder, layout):
+        assert found["computed"] == {torch.bfloat16}
+        assert found["kept"] == {torch.float32}
+        for name, gradient in exact["gradients"].items():
+            off = float((found["gradients"][name] - gradient).norm() / gradient.norm())
+            assert off < 0.1, name
+        for mine, his in zip(found["stats"], exact["stats"], strict=True):
+            assert mine["loss"].mean == pytest.approx(his["loss"].mean, rel=0.03)

@@ -89,6 +89,20 @@ def test_the_budget_and_should_stop_end_a_call(byte_tokenizer):
     assert [s.prompt_id for s in carried.samples] == list(make_prompts(PROMPTS).ids)
 
 
+@pytest.mark.parametrize("oldest", [0, 1])
+def test_where_room_is_short_the_oldest_goes_on_first_however_long_it_is(oldest, byte_tokenizer):
+    model, prompts = make_model("llama"), make_prompts([[97, 98], list(range(97, 117))])
+    free = make_engine(model, byte_tokenizer, eos_ids=(), max_new_tokens=6)
+    _, begun = InProcessPartial(free).generate_partial(prompts, None, 2)
+    assert [len(sample.response) for sample in begun.samples] == [1, 1]
+    carried = Carried((begun.samples[oldest], begun.samples[1 - oldest]))
+    # one row at a time
+    tight = make_engine(model, byte_tokenizer, eos_ids=(), max_new_tokens=6, tokens_in_flight=36)
+    _, rest = InProcessPartial(tight).generate_partial(NONE, carried, 1)
+    assert [len(sample.response) for sample in rest.samples] == [2, 1]
+    assert [sample.prompt_id for sample in rest.samples] == [sample.prompt_id for sample in carried.samples]
+
+
 def test_a_stop_string_may_span_a_cut(byte_tokenizer):
     engine = make_engine(make_model("llama"), byte_tokenizer, eos_ids=(), max_new_tokens=30)
     prompts = make_prompts(PROMPTS)

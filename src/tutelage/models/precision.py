@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tutelage.models.sharding import local
 
@@ -39,7 +40,7 @@ class MasterWeights:
                 # the master takes over the float32 values, and the module's parameter gets others below
                 self.masters[name] = nn.Parameter(parameter.data) if cast else parameter
             if cast:
-                parameter.data = parameter.data.to(dtype)
+                _cast(parameter, dtype)
             if cast and parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(_add_to(self.masters[name]))
                 self._casts[name] = (parameter, handle)
@@ -85,6 +86,15 @@ class MasterWeights:
     def wide(self, name: str, parameter: nn.Parameter) -> Tensor:
         """One parameter of the module: its master where there is one, else what computes, in float32."""
         return self.masters[name].detach() if name in self.masters else parameter.detach().float()
+
+
+def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """In place.  New data would change the type that a distributed tensor says it has, and not that of its part."""
+    if isinstance(parameter.data, DTensor):
+        narrow = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, narrow)
+    else:
+        parameter.data = parameter.data.to(dtype)
 
 
 def _add_to(master: nn.Parameter) -> Callable[[Tensor], None]:

@@ -29,7 +29,8 @@ class InProcessPartial:
         budget_tokens: int | None = None,
         should_stop: ShouldStop | None = None,
     ) -> tuple[Rollout, Carried]:
-        """See `partial.PartialRollout`.  Carried samples begin first; those not begun are carried on as they are.
+        """See `partial.PartialRollout`.  Carried samples begin first, in their order, the oldest at the head, however
+        long they are; those not begun are carried on as they are.
 
         Raises RolloutError as `InProcessRollout.generate`, for greedy prompts, and for a budget below 1.
         """
@@ -48,7 +49,7 @@ class InProcessPartial:
         return sample.finished or len(sample.response) >= self.engine.params.max_new_tokens
 
     def _sampled(self, samples: list[Sample], carried: int, limit: Limit) -> list[Sample]:
-        """The samples with what this call adds to them; the first `carried` of them begin first."""
+        """The samples with what this call adds to them; the first `carried` of them begin first, in this order."""
         engine = self.engine
         open_rows = [row for row, sample in enumerate(samples) if not self._whole(sample)]
         requests = [
@@ -57,7 +58,7 @@ class InProcessPartial:
                 key=samples[row].key(engine.seed),
                 name=samples[row].prompt_id,
                 done=len(samples[row].response),
-                priority=int(row >= carried),
+                priority=min(row, carried),
             )
             for row in open_rows
         ]
