@@ -29,7 +29,7 @@ from tutelage.transport.residency import process_memory
 from tutelage.transport.roleset import RoleSet
 from tutelage.types import Stats
 
-GENERATION = ("generate", "generate_partial")
+GENERATION = ("generate", "generate_partial", "next_part")
 PUBLICATION = (("publish",), ("send_weights", "receive"), ("whole_weights",), ("load_weights",))
 """Calls that publish weights; those in one entry run at the same time."""
 SCHEDULE = "schedule"

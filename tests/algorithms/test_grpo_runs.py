@@ -25,6 +25,9 @@ def vowels(prompts, responses, truths):
 
 def long(prompts, responses, truths):
     return [float(len(r) > 9) for r in responses]
+
+def even(prompts, responses, truths):
+    return [float(sum(map(ord, r)) % 2) for r in responses]
 """
 
 
@@ -55,6 +58,11 @@ def started(folder: Path, model: Path, *overrides: str) -> Any:
     return run_recipe(loaded, "plain")
 
 
+def lasting(folder: Path) -> list[dict[str, Any]]:
+    """Metrics without what depends on the clock or the machine."""
+    return [{k: v for k, v in row.items() if not k.startswith(("time", "memory/"))} for row in read_metrics(folder)]
+
+
 def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(folder / "checkpoints" / f"step_{step:06d}" / "actor" / "rank_00000.safetensors")
 
@@ -70,8 +78,9 @@ def test_a_recipe_with_each_estimator_trains(name: str, tmp_path: Path, tiny_lla
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stream", ["false", "true"])
 def test_a_run_with_dynamic_sampling_that_was_stopped_repeats_the_rest_bit_for_bit(
-    tmp_path: Path, tiny_llama_folder: Path
+    stream: str, tmp_path: Path, tiny_llama_folder: Path
 ) -> None:
     result = started(
         tmp_path,
@@ -85,10 +94,11 @@ def test_a_run_with_dynamic_sampling_that_was_stopped_repeats_the_rest_bit_for_b
         "checkpoint.keep=9",
         "epochs=9",
         "max_steps=3",
+        f"schedule.stream={stream}",
     )
-    clock = ("time", "memory/")
-    kept = [{k: v for k, v in row.items() if not k.startswith(clock)} for row in read_metrics(result.folder)]
+    kept = lasting(result.folder)
     assert sum(row.get("schedule/refills", 0) for row in kept) > 0, "some step had to draw again"
+    assert any("schedule/groups_given_up" in row for row in kept) == (stream == "true")
     before = weights(result.folder, 3)
     assert any(not torch.equal(before[name], value) for name, value in weights(result.folder, 2).items()), "it learns"
     for step in (2, 3):
@@ -96,8 +106,46 @@ def test_a_run_with_dynamic_sampling_that_was_stopped_repeats_the_rest_bit_for_b
     shutil.rmtree(result.folder / "checkpoints" / "best")
     (result.folder / "summary.json").unlink()
     resume_run(result.folder, "plain")
-    again = [{k: v for k, v in row.items() if not k.startswith(clock)} for row in read_metrics(result.folder)]
-    assert again == kept
+    assert lasting(result.folder) == kept
     after = weights(result.folder, 3)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+STREAMED = {
+    "groups as they come": [],
+    "groups that say something": [
+        "reward.rules=[{{function: {folder}/rules.py:even}}]",
+        "kl.coef=0.0",
+        "grpo.dynamic_sampling=true",
+        "grpo.max_refills=3",
+        "rollout.samples_per_prompt=3",
+        "epochs=9",
+        "rollout.tokens_in_flight=160",
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", STREAMED)
+def test_scores_beside_decoding_change_no_weight(case: str, tmp_path: Path, tiny_llama_folder: Path) -> None:
+    found = {}
+    for stream in ("false", "true"):
+        folder = tmp_path / stream
+        folder.mkdir()
+        settings = [setting.format(folder=folder) for setting in STREAMED[case]]
+        result = started(folder, tiny_llama_folder, *settings, "checkpoint.every=2", f"schedule.stream={stream}")
+        found[stream] = (weights(result.folder, 2), lasting(result.folder), read_metrics(result.folder))
+    (plain, metrics, _), (streamed, others, timed) = found["false"], found["true"]
+    assert plain.keys() == streamed.keys()
+    assert all(torch.equal(plain[name], streamed[name]) for name in plain)
+    assert any("time/actor/next_part" in row and row["time/rollout_s"] > 0 for row in timed)
+    given_up = sum(row.get("schedule/groups_given_up", 0) for row in others)
+    if not STREAMED[case]:
+        assert others == metrics
+    else:
+        assert given_up > 0
+        for mine, theirs in zip(others, metrics, strict=True):
+            assert all(
+                mine[name] == value for name, value in theirs.items() if name.startswith(("policy/", "rollout/"))
+            )

@@ -6,6 +6,7 @@ Shapes: B sequences, T response tokens.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from tutelage.algorithms import grpo, ppo
 from tutelage.algorithms.episodes import episode_stats
 from tutelage.algorithms.policy import PolicyLoss, token_weights
-from tutelage.build import run_recipe
+from tutelage.build import resume_run, run_recipe
 from tutelage.config import GRPOConfig, PPOConfig, load_checked
 from tutelage.config.common import ModelConfig, OptimConfig
 from tutelage.data.chat import ChatTemplate
@@ -448,11 +450,27 @@ def test_a_mixture_runs_from_a_recipe_with_no_other_reward(tmp_path: Path, tiny_
 
 
 def test_a_mixture_goes_on_one_step_off_after_a_resume(tmp_path: Path, tiny_llama_folder: Path) -> None:
-    """Episodes that were begun ahead are in the checkpoint with their columns."""
-    settings = [*overrides(tmp_path, tiny_llama_folder), BOTH, "schedule.kind=one_step_off", "checkpoint.every=1"]
-    loaded, _ = load_checked(recipe(tmp_path), settings)
-    result = run_recipe(loaded, "plain")
-    assert (result.folder / "checkpoints" / "step_000001").is_dir()
+    """Episodes that were begun ahead are in the checkpoint with their columns: the rest is the same to the bit."""
+    more = ["schedule.kind=one_step_off", "checkpoint.every=1", "checkpoint.keep=3", "max_steps=3"]
+    loaded, _ = load_checked(recipe(tmp_path), [*overrides(tmp_path, tiny_llama_folder), BOTH, *more])
+    folder = run_recipe(loaded, "plain").folder
+    metrics = lasting(folder)
+    assert [row["step"] for row in metrics if "policy/loss" in row] == [1, 2, 3]
+    weights = load_file(folder / "checkpoints/step_000003/actor/rank_00000.safetensors")
+    for step in (2, 3):
+        shutil.rmtree(folder / f"checkpoints/step_{step:06}")
+    shutil.rmtree(folder / "checkpoints" / "best", ignore_errors=True)
+    (folder / "summary.json").unlink()
+    assert resume_run(folder, "plain").summary["steps"] == 3
+    assert lasting(folder) == metrics
+    after = load_file(folder / "checkpoints/step_000003/actor/rank_00000.safetensors")
+    assert after.keys() == weights.keys()
+    assert all(torch.equal(after[name], weights[name]) for name in weights)
+
+
+def lasting(folder: Path) -> list[dict[str, Any]]:
+    """Metrics without what depends on the clock or the machine."""
+    return [{k: v for k, v in row.items() if not k.startswith(("time", "memory"))} for row in read_metrics(folder)]
 
 
 @pytest.mark.parametrize(

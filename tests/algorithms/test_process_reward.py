@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from spmd_kit import run_ranks
 
 from tutelage.algorithms import reward_model
 from tutelage.build import run_recipe
-from tutelage.build.reward import STEPS_FILE, step_settings
+from tutelage.build.reward_models import STEPS_FILE, step_settings
 from tutelage.config import RewardModelConfig, load_checked
 from tutelage.config.common import ModelConfig, OptimConfig
 from tutelage.demo.model import build_model_folder
@@ -211,9 +210,8 @@ def test_what_cannot_work_is_refused(
     encoder = (f"model.path={tiny_bert_folder}", f"data.train={tmp_path / 'one.jsonl'}")
     with pytest.raises(ModelError, match="is an encoder"):
         run_recipe(recipe("reward_model", "reward_model.loss=step_bce", *encoder), "plain")
-    kit: Any = SimpleNamespace(cfg=SimpleNamespace(reward=SimpleNamespace(steps="last")))
     with pytest.raises(ConfigError, match="is no process reward model"):
-        step_settings(kit, str(tiny_llama_folder))
+        step_settings("reward.model", str(tiny_llama_folder), "last")
 
 
 @pytest.mark.slow

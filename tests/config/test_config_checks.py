@@ -80,6 +80,18 @@ def test_a_budget_of_activations_is_refused_where_ranks_compute_one_layer_togeth
         check_effect(load_recipe(recipe, [*keys, f"cluster.layout.actor.{axis}=2"]))
 
 
+def test_a_stream_is_refused_where_nothing_could_overlap(recipe: str) -> None:
+    check_effect(load_recipe(recipe, ["schedule.stream=true"]))
+    for other in (
+        ["schedule.kind=one_step_off"],
+        ["cluster.transport=ray"],
+        ["rollout.engine=vllm"],
+        ["environment.functions={sums: calculator}"],
+    ):
+        with pytest.raises(ConfigError, match=r"schedule.stream has no effect"):
+            check_effect(load_recipe(recipe, ["schedule.stream=true", *other]))
+
+
 def test_all_keys_without_effect_are_named_together(recipe: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_effect(load_recipe(recipe, ["kl.target=6.0", "model.lora_alpha=1"]))

@@ -19,15 +19,13 @@ from tutelage.algorithms.policy import (
     actor_loss,
     budget_scale,
     corrected,
-    masked_row_sum,
     reference_stats,
     sampling_stats,
-    sequence_kl_of,
     update_has_old_logprobs,
     updates_of,
     with_old_logprobs,
 )
-from tutelage.algorithms.rollout_stats import rollout_stats, scored_rows
+from tutelage.algorithms.rollout_stats import rollout_stats, scored_rows, sequence_kl_of
 from tutelage.config.grpo import GRPOConfig, grouped
 from tutelage.errors import ConfigError, closest
 from tutelage.math.group_advantages import (
@@ -40,6 +38,7 @@ from tutelage.math.group_advantages import (
 )
 from tutelage.math.kl import KL_ESTIMATORS, kl_shaped_reward
 from tutelage.math.length_penalty import soft_overlong_penalty
+from tutelage.math.masking import masked_row_sum
 from tutelage.named import load_function
 from tutelage.types import Ragged, Rollout, Stat, Stats
 
@@ -121,7 +120,7 @@ def advantages(batch: Rollout, state: PolicyState, cfg: GRPOConfig) -> tuple[Rol
     stats = score_stats(batch, cfg, scored_B)
     scale, kl, cost_BT = 1.0, state.kl, torch.zeros_like(mask_BT, dtype=torch.float32)
     if batch.ref_logp is not None:
-        kl_B = sequence_kl_of(batch, batch.rollout_logp if reuses_old_logprobs(cfg) else None)
+        kl_B = sequence_kl_of(batch, "rollout_logp" if reuses_old_logprobs(cfg) else "old_logp", "ref_logp")
         scale = budget_scale(float(kl_B.mean()), cfg)
         if cfg.kl.placement == "reward":
             penalty = KL_ESTIMATORS[cfg.kl.estimator]

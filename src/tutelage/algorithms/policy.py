@@ -21,7 +21,7 @@ from tutelage.errors import ConfigError, ShapeError, closest
 from tutelage.math.entropy_control import AdaptiveEntropy, entropy_control_from_state
 from tutelage.math.importance import effective_sample_size, importance_weights, mismatch_of
 from tutelage.math.keyed import keyed_permutation, keyed_uniform, sample_key
-from tutelage.math.kl import KL_ESTIMATORS, kl_loss
+from tutelage.math.kl import kl_loss
 from tutelage.math.kl_control import AdaptiveKL, FixedKL, KLController, kl_controller_from_state
 from tutelage.math.masking import aggregation_weights, masked_values, weighted_sum
 from tutelage.math.policy_loss import PolicyTerms, policy_terms
@@ -356,18 +356,6 @@ def corrected(advantage_BT: Tensor, batch: Rollout, cfg: PolicyGradientConfig) -
         "off_policy/effective_sample_size": Stat(effective_sample_size(found.weight[mask_BT]), 1),
         "off_policy/mismatch_kl": Stat.of(found.mismatch_kl, mask_BT),
     }
-
-
-def masked_row_sum(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """(B,) sum over the tokens with mask 1; what lies under mask 0 is never read."""
-    return torch.where(mask_BT, x_BT, 0.0).sum(dim=1)
-
-
-def sequence_kl_of(batch: Rollout, logp: Ragged | None = None) -> Tensor:
-    """(B,) k1 of old against reference logprobs, summed over the trained tokens; nats.  logp: in place of the old."""
-    logp = batch.column("old_logp") if logp is None else logp
-    k1 = KL_ESTIMATORS["k1"](logp.padded(), batch.column("ref_logp").padded())
-    return masked_row_sum(k1, batch.sequences.trained.padded())
 
 
 def budget_scale(sequence_kl: float, cfg: PolicyGradientConfig) -> float:

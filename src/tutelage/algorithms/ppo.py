@@ -21,20 +21,19 @@ from tutelage.algorithms.policy import (
     corrected,
     counted_tokens,
     generate,
-    masked_row_sum,
     reference_stats,
     sampling_stats,
     scores_of,
-    sequence_kl_of,
     token_weights,
     updates_of,
     with_old_logprobs,
 )
-from tutelage.algorithms.rollout_stats import scored_rows
+from tutelage.algorithms.rollout_stats import scored_rows, sequence_kl_of
 from tutelage.algorithms.summed import SummedLoss
 from tutelage.config.ppo import PPOConfig
 from tutelage.math.advantages import gae, whiten
 from tutelage.math.kl import KL_ESTIMATORS, kl_shaped_reward
+from tutelage.math.masking import masked_row_sum
 from tutelage.math.value_loss import clipped_value_loss
 from tutelage.types import Outputs, Ragged, Rollout, Stat, Stats
 
@@ -90,7 +89,7 @@ def advantages(batch: Rollout, state: PolicyState, cfg: PPOConfig) -> tuple[Roll
     signal_BT = whiten(advantage_BT, mask_BT) if cfg.ppo.whiten_advantages else advantage_BT
     signal_BT, off_policy = corrected(signal_BT, batch, cfg)
 
-    kl_B = sequence_kl_of(batch)
+    kl_B = sequence_kl_of(batch, "old_logp", "ref_logp")
     scale = budget_scale(float(kl_B.mean()), cfg)
     non_score_B = -coef * masked_row_sum(penalty_BT, mask_BT)
     stats = {

@@ -54,7 +54,7 @@ def advantages(batch: Rollout, state: StepState, cfg: RAFTConfig) -> tuple[Rollo
     score_B, valid_B = penalised(batch, own.missing_eos_penalty), scored_rows(batch)
     if batch.ref_logp is not None:
         kl_B = sequence_kl_of(batch, "old_logp", "ref_logp")
-        score_B = score_B - cfg.kl.coef * kl_B.float()
+        score_B = score_B - cfg.kl.coef * kl_B
         stats |= {**kl_stats(kl_B, batch), "kl/coef": Stat(cfg.kl.coef, 1)}
     kept_B = kept_responses(score_B, batch.group, valid_B, own.keep, top_k=own.top_k, threshold=own.threshold)
     stats |= kept_stats(batch, score_B, valid_B, kept_B)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tutelage.algorithms.episodes import episode_stats
 from tutelage.math.kl import kl_k1
-from tutelage.math.masking import masked_values
+from tutelage.math.masking import masked_row_sum
 from tutelage.types import Ragged, Rollout, Stat, Stats
 
 # ---- sums over the tokens of a response
@@ -18,13 +18,13 @@ from tutelage.types import Ragged, Rollout, Stat, Stats
 
 def trained_sums(values: Ragged, trained: Ragged) -> Tensor:
     """(B,) sum over the trained tokens of each row; what lies under mask 0 is never read."""
-    return masked_values(values.padded(), trained.padded().to(values.flat.device)).sum(dim=1)
+    return masked_row_sum(values.padded(), trained.padded().to(values.flat.device))
 
 
 def sequence_kl_of(batch: Rollout, own: str, other: str) -> Tensor:
-    """(B,) float64 k1 of the columns `own` against `other`, summed over the trained tokens; nats."""
+    """(B,) k1 of the columns `own` against `other`, summed over the trained tokens; nats."""
     kl_BT = kl_k1(batch.column(own).padded(), batch.column(other).padded())
-    return masked_values(kl_BT, batch.sequences.trained.padded()).sum(dim=1).double()
+    return masked_row_sum(kl_BT, batch.sequences.trained.padded())
 
 
 # ---- rewards

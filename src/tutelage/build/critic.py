@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tutelage.build.kit import Kit
-from tutelage.build.reward import load_reward_model, step_settings
+from tutelage.build.reward import load_reward_model
+from tutelage.build.reward_models import step_settings
 from tutelage.config import PPOConfig
 from tutelage.engines.engine import ModelEngine
 from tutelage.errors import ConfigError, ModelError
@@ -72,7 +73,7 @@ def reward_mixed(kit: Kit) -> bool:
     """Whether the reward is anything else than the one reward model's score of a whole answer."""
     reward = kit.cfg.reward
     others = reward.rules or reward.ensemble or reward.weight != 1 or kit.cfg.environment.functions
-    return bool(others) or step_settings(kit, reward.model) is not None
+    return bool(others) or step_settings("reward.model", reward.model, reward.steps) is not None
 
 
 def _from(kit: Kit, reward: ScalarModel | None, path: str) -> ScalarModel:

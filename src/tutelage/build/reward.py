@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 from tutelage.build.data import load_template
 from tutelage.build.environments import has_environments
 from tutelage.build.functions import rule_sources
 from tutelage.build.kit import Kit
+from tutelage.build.reward_models import step_settings
 from tutelage.config.common import ModelConfig
 from tutelage.data.chat import ChatTemplate
 from tutelage.engines.engine import ModelEngine
-from tutelage.errors import ConfigError
 from tutelage.models.heads import ScalarModel
 from tutelage.models.load import context_length
 from tutelage.protocols import RewardSource
@@ -24,9 +22,6 @@ from tutelage.rewards.model import RewardModelSource, RewardTemplate, same_token
 from tutelage.rewards.process import StepScorer
 from tutelage.roles.reward import Mix
 from tutelage.rollout.environments.scoring import EpisodeErrors, EpisodeReward
-
-STEPS_FILE = "tutelage_steps.json"
-"""Beside a process reward model: {"separator", "loss"}."""
 
 
 @dataclass
@@ -86,7 +81,7 @@ def reward_model(kit: Kit, path: str) -> tuple[RewardModelSource, str]:
     """A frozen reward model: on the sampled tokens where tokenizer and template are the policy's, else on text."""
     template = load_template(path, None)
     engine = kit.engine("reward", load_reward_model(kit, "reward", path), None)
-    about = step_settings(kit, path)
+    about = step_settings("reward.model", path, kit.cfg.reward.steps)
     shared = same_tokenizer(template.tokenizer, kit.template.tokenizer) and same_rendering(template, kit.template)
     source = RewardModelSource(
         engine.scores if about is None else step_scorer(kit, engine, template, about),
@@ -101,20 +96,6 @@ def reward_model(kit: Kit, path: str) -> tuple[RewardModelSource, str]:
 
 
 DEFAULT_STEPS = "min"
-
-
-def step_settings(kit: Kit, path: str) -> dict[str, Any] | None:
-    """What a process reward model says of its steps; None for another model.  Raises ConfigError for its keys then."""
-    file = Path(path).expanduser() / STEPS_FILE
-    if file.is_file():
-        about: dict[str, Any] = json.loads(file.read_text(encoding="utf8"))
-        return about
-    if kit.cfg.reward.steps is not None:
-        raise ConfigError(
-            f"reward.steps is {kit.cfg.reward.steps}, but {path} is no process reward model: it has no {STEPS_FILE}",
-            fix="remove reward.steps, or name a model that was trained with reward_model.loss step_bce or step_mse",
-        )
-    return None
 
 
 def step_scorer(kit: Kit, engine: ModelEngine, template: ChatTemplate, about: dict[str, Any]) -> StepScorer:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from tutelage.build.reward import STEPS_FILE
 from tutelage.config import GeneratingConfig
 from tutelage.errors import ConfigError, ModelError
 from tutelage.models.heads import saved_head
 from tutelage.models.paths import is_local, read_json
+
+STEPS_FILE = "tutelage_steps.json"
+"""Beside a process reward model: {"separator", "loss"}."""
 
 
 def require_reward_models(cfg: GeneratingConfig) -> None:
@@ -22,7 +25,7 @@ def require_reward_models(cfg: GeneratingConfig) -> None:
     for key, path in named.items():
         if is_local(path):
             _require_head(key, path)
-        _require_steps(key, path, cfg.reward.steps)
+        step_settings(key, path, cfg.reward.steps)
 
 
 def _require_head(key: str, path: str) -> None:
@@ -36,16 +39,21 @@ def _require_head(key: str, path: str) -> None:
         raise ModelError(f"{key} {path} is a critic, not a reward model", fix="give the folder of a reward model")
 
 
-def _require_steps(key: str, path: str, steps: str | None) -> None:
+def step_settings(key: str, path: str, steps: str | None) -> dict[str, Any] | None:
+    """What a process reward model says of its steps; None for another model.
+
+    key: of the recipe, for errors; steps: `reward.steps`.  Raises as `require_reward_models`.
+    """
     file = Path(path).expanduser() / STEPS_FILE
     if file.is_file():
         about = read_json(file)
         lacking = [name for name in ("separator", "loss") if name not in about]
         if lacking:
             raise ModelError(f"{file} does not say {' and '.join(lacking)}", fix="restore the model folder")
-        return
+        return about
     if steps is not None:
         raise ConfigError(
             f"reward.steps is {steps}, but {key} {path} is no process reward model: it has no {STEPS_FILE}",
             fix="remove reward.steps, or name a model that was trained with reward_model.loss step_bce or step_mse",
         )
+    return None

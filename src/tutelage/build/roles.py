@@ -13,7 +13,8 @@ import torch
 from tutelage.build.critic import build_critic
 from tutelage.build.generation import beside_actor, sender
 from tutelage.build.kit import Facts, Kit
-from tutelage.build.reward import STEPS_FILE, build_reward
+from tutelage.build.reward import build_reward
+from tutelage.build.reward_models import STEPS_FILE
 from tutelage.build.shared_base import require_shared_base, shared_models
 from tutelage.config import RewardModelConfig
 from tutelage.engines.engine import ModelEngine

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from tutelage.config.schema import OnlyIf, Schema, setting
 
 ASYNCHRONOUS = OnlyIf("schedule.kind is asynchronous", lambda c: c.schedule.kind == "asynchronous")
 TRAINERS_OLD = OnlyIf("off_policy.old_logprobs is not rollout", lambda c: c.off_policy.old_logprobs != "rollout")
 CORRECTED = OnlyIf("off_policy.correction is not none", lambda c: c.off_policy.correction != "none")
+STREAMED = OnlyIf(
+    "schedule.kind is synchronous, cluster.transport is local, rollout.engine is inprocess, the recipe names a reward, "
+    "environment.functions is not given, and grpo.estimator is not remax",
+    lambda c: _streams(c),
+)
+
+
+def _streams(config: Any) -> bool:
+    reward, environment = config.reward, getattr(config, "environment", None)
+    here = config.schedule.kind == "synchronous" and config.cluster.transport == "local"
+    rewarded = bool(reward.model or reward.ensemble or reward.rules) and not (environment and environment.functions)
+    estimator = getattr(getattr(config, "grpo", None), "estimator", None)
+    return here and config.rollout.engine == "inprocess" and rewarded and estimator != "remax"
 
 
 class ScheduleConfig(Schema):
@@ -16,6 +29,12 @@ class ScheduleConfig(Schema):
         "synchronous",
         "synchronous: generate, learn, publish; one_step_off: generate the next batch while learning on this one; "
         "asynchronous: generation runs ahead up to max_staleness.",
+    )
+    stream: bool = setting(
+        False,
+        "Score the responses to a prompt as soon as they end, while others decode; with dynamic sampling, end a "
+        "generation when the step has its groups (docs/rollout.md).",
+        only_if=STREAMED,
     )
     max_staleness: int = setting(
         2, "Weight versions by which a rollout may be older than the policy it trains.", ge=1, only_if=ASYNCHRONOUS

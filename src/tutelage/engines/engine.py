@@ -2,15 +2,14 @@
 
 Shapes: B sequences or items, R flat response tokens.
 
-The passes over micro-batches are in `engines.passes`, what ranks do together in `engines.ranks`.
+The passes over micro-batches are in `engines.passes` and `engines.inference`, what ranks do together in
+`engines.ranks`, what a checkpoint holds in `engines.trained_state`.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +17,30 @@ import torch
 from torch import Tensor
 
 from tutelage.config.common import OptimConfig
-from tutelage.engines.optim import learning_rate, load_moments, make_optimizer, moments
-from tutelage.engines.passes import NOT_FINITE, Passes, micro_batches, problem_of, require_runnable
-from tutelage.engines.pipeline import Job, PipelinePasses, pipeline_of
+from tutelage.engines.inference import Inference
+from tutelage.engines.optim import learning_rate, make_optimizer
+from tutelage.engines.passes import NOT_FINITE, Passes, problem_of
+from tutelage.engines.pipeline import PipelinePasses, pipeline_of
 from tutelage.engines.ranks import Alone, Ranks, clip, gradient_norm
-from tutelage.engines.saved import SavedTensors, save_tensors
+from tutelage.engines.saved import save_tensors
 from tutelage.engines.trained import below_top
-from tutelage.errors import CheckpointError, ModelError, TrainingError
+from tutelage.engines.trained_state import TrainedState
+from tutelage.errors import ModelError, TrainingError
 from tutelage.math.logprobs import LOGPROB_ALONE, Asked
 from tutelage.models.export import bucketed
 from tutelage.models.forward import (
     Model,
-    logprobs_and_values,
     require_computed,
     sequence_scores,
-    token_outputs,
     token_scores,
     values_with_bootstrap,
 )
 from tutelage.models.heads import ScalarModel
 from tutelage.models.language_model import LanguageModel
-from tutelage.models.lora import adapter_off
-from tutelage.models.sharding import begin, is_sharded, local, whole
+from tutelage.models.sharding import begin, is_sharded, local
 from tutelage.protocols import Loss
 from tutelage.sharing import Share
-from tutelage.types import Ragged, Sequences, Stat, Stats, flat_index
+from tutelage.types import Ragged, Sequences, Stat, Stats
 
 
 class ModelEngine:
@@ -102,16 +100,8 @@ class ModelEngine:
                 "hidden states are cached, and the weights below them are sharded over ranks that gather them together",
                 fix="train the head alone on replicas (cluster layout with shard 1), or without the cache",
             )
-        self._trained = self._shapes(model.masters.masters)
-        self._every = self._shapes(dict(model.module.named_parameters()))
+        self._saved = TrainedState.of(model, self._optimizer, None if self.pipeline is None else self.pipeline.stages)
         begin(model.root)
-
-    def _shapes(self, named: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        """Of these weights, and of those of the other pipeline stages."""
-        own = {name: tuple(tensor.shape) for name, tensor in named.items()}
-        if self.pipeline is None:
-            return own
-        return {name: tuple(shape) for name, shape in self.pipeline.stages.union(own).items()}
 
     @classmethod
     def frozen(cls, model: Model, optim: OptimConfig | None = None, *, ranks: Ranks | None = None) -> ModelEngine:
@@ -135,11 +125,14 @@ class ModelEngine:
 
     def logprobs(self, sequences: Sequences, temperature: float, adapter: bool = True) -> Ragged:
         """Ragged (R): log softmax(logits / temperature) of the response tokens; adapter False: of LoRA's base."""
-        return self._of_tokens(sequences, LOGPROB_ALONE, "logp", temperature, adapter)
+        return self._inference().of_tokens(
+            self._at(temperature), sequences, LOGPROB_ALONE, "logp", temperature, adapter
+        )
 
     def log_collisions(self, sequences: Sequences, temperature: float, adapter: bool = True) -> Ragged:
         """Ragged (R): log sum_v p_v^2 of the distribution that each response token was drawn from."""
-        return self._of_tokens(sequences, Asked(log_collision=True), "log_collision", temperature, adapter)
+        model, asked = self._at(temperature), Asked(log_collision=True)
+        return self._inference().of_tokens(model, sequences, asked, "log_collision", temperature, adapter)
 
     def top_logprobs(
         self, sequences: Sequences, count: int, temperature: float, below: int | None = None
@@ -149,25 +142,7 @@ class ModelEngine:
 
         below: among ids 0 .. below - 1 only.  Raises ShapeError for more tokens than there are.
         """
-        model = self._at(temperature)
-
-        def of_part(part: Sequences) -> Tensor:
-            found = token_outputs(model, part, Asked(top=count, below=below), temperature)
-            logp_R, ids_RC = found["logp"], found["top_ids"]
-            return torch.cat([logp_R[:, None], ids_RC.to(logp_R.dtype), found["top_logp"]], dim=1)
-
-        every = self._by_budget(sequences, sequences.response_lens, of_part, (1 + 2 * count,))
-        logp_R1, ids_RC, top_RC = every.flat.split([1, count, count], dim=1)
-        columns = (logp_R1.squeeze(1), ids_RC.to(torch.int64), top_RC.contiguous())
-        return every.with_flat(columns[0].contiguous()), every.with_flat(columns[1]), every.with_flat(columns[2])
-
-    def _of_tokens(self, sequences: Sequences, asked: Asked, name: str, temperature: float, adapter: bool) -> Ragged:
-        """Ragged (R): one of `math.logprobs.distribution_outputs`."""
-        model = self._at(temperature)
-        with nullcontext() if adapter else adapter_off(model.adapted):
-            return self._by_budget(
-                sequences, sequences.response_lens, lambda part: token_outputs(model, part, asked, temperature)[name]
-            )
+        return self._inference().top_logprobs(self._at(temperature), sequences, count, temperature, below)
 
     def _at(self, temperature: float) -> LanguageModel:
         """The policy.  Raises TrainingError where it is trained at another temperature."""
@@ -181,39 +156,26 @@ class ModelEngine:
     def values(self, sequences: Sequences) -> Ragged:
         """Ragged (R + B): V before each response token, and one bootstrap value after the last."""
         model = self._scalar_model("value")
-        return self._by_budget(
+        return self._inference().by_budget(
             sequences, sequences.response_lens + 1, lambda part: values_with_bootstrap(model, part).flat
         )
 
     def logprobs_and_values(self, sequences: Sequences, temperature: float) -> tuple[Ragged, Ragged]:
-        """`logprobs` (R) and `values` (R + B) of a policy with a value head, from one pass.  Raises ModelError without.
-
-        A row of the pass has the two side by side; the entry after the last token has no logprob.
-        """
+        """`logprobs` (R) and `values` (R + B) of a policy, from one pass.  Raises ModelError without a value head."""
         model = self._at(temperature)
         require_computed(model, ("value",))
-
-        def of_part(part: Sequences) -> Tensor:
-            logp_R, values = logprobs_and_values(model, part, temperature)
-            both = torch.zeros(len(values.flat), 2, device=values.flat.device)
-            both[_but_last(values), 0] = logp_R.to(both)
-            both[:, 1] = values.flat
-            return both
-
-        every = self._by_budget(sequences, sequences.response_lens + 1, of_part, (2,))
-        logp = Ragged(every.flat[_but_last(every), 0], sequences.response_lens)
-        return logp, every.with_flat(every.flat[:, 1].contiguous())
+        return self._inference().logprobs_and_values(model, sequences, temperature)
 
     def scores(self, sequences: Sequences) -> Tensor:
         """(B,) float32, one scalar per sequence, pooled over its real tokens."""
         model = self._scalar_model("reward")
         ones_B = torch.ones_like(sequences.tokens.lens)
-        return self._by_budget(sequences, ones_B, lambda part: sequence_scores(model, part)).flat
+        return self._inference().by_budget(sequences, ones_B, lambda part: sequence_scores(model, part)).flat
 
     def token_scores(self, sequences: Sequences) -> Ragged:
         """Ragged (R): a reward model's scalar at each response token, with the token itself read."""
         model = self._scalar_model("reward")
-        return self._by_budget(sequences, sequences.response_lens, lambda part: token_scores(model, part))
+        return self._inference().by_budget(sequences, sequences.response_lens, lambda part: token_scores(model, part))
 
     def evaluate(self, batch: Any, loss: Loss) -> Stats:
         """The loss and its statistics on a batch, without gradient or update."""
@@ -222,37 +184,8 @@ class ModelEngine:
             found = self._passes(backward=False).run(self._share(batch, loss), loss)
         return {**found.stats, "loss": Stat(found.loss, 1)}
 
-    def _by_budget(
-        self,
-        sequences: Sequences,
-        lens_B: Tensor,
-        run: Callable[[Sequences], Tensor],
-        entry: tuple[int, ...] = (),
-    ) -> Ragged:
-        """`run` on parts within the token budget, without gradient; rows of length `lens`, back in their order.
-
-        entry: the shape of one entry.
-        """
-        self.model.module.eval()
-        flat = torch.zeros(int(lens_B.sum()), *entry, device=lens_B.device)
-        wanted = frozenset({"logp"}) if isinstance(self.model, LanguageModel) else frozenset({"score"})
-        error = problem_of(lambda: require_runnable(self.model, sequences, wanted)) if len(sequences) else None
-        self.ranks.agree(error)
-        parts = micro_batches(self.model, sequences, self.tokens_per_micro_batch) if len(sequences) else []
-        idle = self.ranks.most(len(parts)) - len(parts)
-        found = self._each([*(sequences.select(index_b) for index_b in parts), *[IDLE] * idle], run)
-        for index_b, out in zip(parts, found, strict=False):
-            flat[flat_index(lens_B, index_b)] = out.to(flat)
-        return Ragged(flat if self.pipeline is None else self.pipeline.stages.from_last(flat), lens_B)
-
-    @torch.no_grad()
-    def _each(self, parts: list[Sequences], run: Callable[[Sequences], Tensor]) -> list[Tensor]:
-        """Of pipeline stages the last one has the results."""
-        if self.pipeline is None:
-            return [self.model.root(lambda part=part: run(part)) for part in parts]
-        found, error = self.pipeline.forward([Job(part, functools.partial(run, part)) for part in parts])
-        self.ranks.agree(error)
-        return found
+    def _inference(self) -> Inference:
+        return Inference(self.model, self.ranks, self.pipeline, self.tokens_per_micro_batch)
 
     # ---- training ----
 
@@ -295,7 +228,7 @@ class ModelEngine:
             self._passes(backward=True).run(self._share(batch, loss), loss)
             self._sum_gradients()
             masters = self.model.masters.masters
-            return self._copies((n, m.grad) for n, m in masters.items() if m.grad is not None)
+            return self._saved.copies((n, m.grad) for n, m in masters.items() if m.grad is not None)
         finally:
             self.model.masters.zero_grad()
             self.model.module.eval()
@@ -321,7 +254,7 @@ class ModelEngine:
         if not bool(torch.isfinite(norm)):
             here = [n for n, m in masters.items() if m.grad is not None and not bool(local(m.grad).isfinite().all())]
             found = {name for names in self.ranks.from_all(here) for name in names}
-            bad = [name for name in self._trained if name in found]
+            bad = [name for name in self._saved.trained if name in found]
             raise TrainingError(
                 f"the gradient of {loss_name} is not finite at update {self.updates + 1} "
                 f"({len(bad)} weights, first {bad[0] if bad else 'in the norm alone'}); no weight was changed",
@@ -337,38 +270,15 @@ class ModelEngine:
 
         Raises CheckpointError, on every rank, where a file cannot be written.
         """
-        state = self._tensors()
-        save_tensors(folder, state, {"updates": self.updates}, self.ranks)
+        save_tensors(folder, self._saved.tensors(), {"updates": self.updates}, self.ranks)
 
     def checkpoint_bytes(self) -> int:
         """Bytes of a saved state with its two moments, and of the exported model beside it, over all ranks."""
-        trained, every = (sum(map(math.prod, shapes.values())) for shapes in (self._trained, self._every))
-        return 4 * (3 * trained + every)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        masters = self.model.masters.masters
-        saved = {} if self._optimizer is None else moments(self._optimizer, masters)
-        weights = {f"weights/{name}": master.detach() for name, master in masters.items()}
-        return weights | {f"moments/{n}/{k}": v for n, values in saved.items() for k, v in values.items()}
+        return self._saved.checkpoint_bytes()
 
     def state(self) -> dict[str, Any]:
         """Copies of everything a step depends on: trained weights in float32, optimiser moments, updates done."""
-        state: dict[str, Any] = {"updates": self.updates, "weights": {}, "moments": {}}
-        for path, tensor in self._copies(self._tensors().items()).items():
-            kind, _, name = path.partition("/")
-            if kind == "weights":
-                state["weights"][name] = tensor
-            else:
-                name, _, key = name.rpartition("/")
-                state["moments"].setdefault(name, {})[key] = tensor
-        return state
-
-    def _copies(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Whole, and of all pipeline stages; collective."""
-        every: Iterable[tuple[str, Tensor]] = ((name, whole(tensor)) for name, tensor in tensors)
-        if self.pipeline is not None:
-            every = self.pipeline.stages.stream(every)
-        return {name: tensor.detach().clone() for name, tensor in every}
+        return {"updates": self.updates, **self._saved.copied()}
 
     def load_state(self, state: Path | Mapping[str, Any]) -> None:
         """Continue from a folder of `save_state`, or on one rank from `state()`.
@@ -376,46 +286,12 @@ class ModelEngine:
         Raises CheckpointError, on every rank and with the weights untouched, for another model or other trained layers,
         and for a file that is damaged or missing.
         """
-        masters = self.model.masters.masters
         if isinstance(state, Path):
             folder, read = state, {}
-            self.ranks.agree(problem_of(lambda: read.update(self._read(folder))))
+            self.ranks.agree(problem_of(lambda: read.update(self._saved.read(folder))))
             state = read
-        weights, saved = state.get("weights", {}), state.get("moments", {})
-        self._require_fit({n: w.shape for n, w in weights.items()}, {n: local(m).shape for n, m in masters.items()})
-        self._require_fit(dict.fromkeys(set(saved) - set(masters)), {})
-        self.model.masters.load(weights)
-        if self._optimizer is not None:
-            load_moments(self._optimizer, masters, saved)
+        self._saved.load(state)
         self.updates = int(state["updates"])
-
-    def _read(self, folder: Path) -> dict[str, Any]:
-        """This rank's parts of a saved state."""
-        masters = self.model.masters.masters
-        held = SavedTensors.open(folder)
-        shapes = {name.removeprefix("weights/"): held.shape(name) for name in held.names("weights/")}
-        self._require_fit(shapes, self._trained)
-        found: dict[str, dict[str, Tensor]] = {}
-        for path in held.names("moments/"):
-            name, _, key = path.removeprefix("moments/").rpartition("/")
-            self._require_fit({} if name in self._trained else {name: None}, {})
-            if name not in masters:
-                continue
-            like = torch.zeros(()) if key == "step" else masters[name].detach()
-            self._require_fit({name: held.shape(path)}, {name: tuple(like.shape)})
-            found.setdefault(name, {})[key] = held.read(path, like)
-        weights = {name: held.read(f"weights/{name}", master.detach()) for name, master in masters.items()}
-        return {"weights": weights, "moments": found, "updates": held.plain.get("updates", 0)}
-
-    @staticmethod
-    def _require_fit(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Raises CheckpointError unless names and shapes are the same."""
-        strange = sorted(set(saved) ^ set(own)) or [name for name, shape in own.items() if saved[name] != shape]
-        if strange:
-            raise CheckpointError(
-                f"the saved state does not fit the model: {len(strange)} weights differ, first {strange[:1]}",
-                fix="resume with the model, LoRA and train_layers settings that the run began with",
-            )
 
     # ---- weights for others ----
 
@@ -477,14 +353,3 @@ class ModelEngine:
             what = self.model.kind if isinstance(self.model, ScalarModel) else "language"
             raise ModelError(f"a {kind} was asked of a {what} model", fix=f"load the model with kind {kind!r}")
         return self.model
-
-
-def _but_last(rows: Ragged) -> Tensor:
-    """(N,) bool: every entry but the last one of each row."""
-    keep = torch.ones(len(rows.flat), dtype=torch.bool, device=rows.flat.device)
-    keep[rows.offsets()[1:] - 1] = False
-    return keep
-
-
-IDLE = Sequences.build([[0]], [[0]])
-"""What a rank without rows runs along with the others."""

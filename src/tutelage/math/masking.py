@@ -39,6 +39,11 @@ def masked_values(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return at_least_float32(x_BT).masked_fill(mask_BT == 0, 0.0)
 
 
+def masked_row_sum(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """(B,) sum over the tokens that count, in float32 at least."""
+    return masked_values(x_BT, mask_BT).sum(dim=1)
+
+
 def masked_sum(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """sum of x over the tokens that count: a scalar; 0 when none does. Any shape. Raises ShapeError."""
     return masked_values(x_BT, mask_BT).sum()

@@ -12,6 +12,7 @@ from tutelage.errors import RolloutError
 from tutelage.layout import Dispatch
 from tutelage.protocols import Engine, Loss, RolloutEngine
 from tutelage.roles.learner import Exporting
+from tutelage.roles.parts import Parts
 from tutelage.rollout.partial import Carried, PartialRollout
 from tutelage.types import Prompts, Ragged, Rollout, Stats
 
@@ -57,11 +58,24 @@ class Actor:
         self.partial = partial
         self._make_sender = sender
         self._sender: Sender | None = None
+        self._parts = Parts()
 
     # ---- generation in these processes ----
 
     def generate(self, prompts: Prompts) -> Rollout:
         return self._own_rollout().generate(prompts)
+
+    def begin_parts(self, prompts: Prompts) -> None:
+        """Begin a generation whose groups are asked for one by one.  Raises RolloutError where the engine cannot."""
+        self._parts.begin(self._own_rollout(), prompts)
+
+    def next_part(self) -> Rollout | None:
+        """All responses of the next group to end; None: there are no more."""
+        return self._parts.next()
+
+    def close_parts(self) -> None:
+        """Give up what still decodes."""
+        self._parts.close()
 
     def generate_partial(
         self, prompts: Prompts, carried: Carried | None, budget_tokens: int | None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tutelage.protocols import Pending, Transport
+from tutelage.schedules.streaming import Enough, Streamed
 from tutelage.schedules.training import Draw
 from tutelage.transport.pending import Unreadable
 from tutelage.types import Rollout, Stat, Stats, merge_stats
@@ -49,13 +50,17 @@ class Filled:
     notes: tuple[str, ...] = ()
 
 
-def filled(draw: Draw, transport: Transport, algorithm: Refilling, roles: Any, cfg: Any, limit: int) -> Filled | None:
+def filled(
+    draw: Draw, transport: Transport, algorithm: Refilling, roles: Any, cfg: Any, limit: int, *, stream: bool = False
+) -> Filled | None:
     """Collect batches of prompts until there are as many informative groups as the first one has prompts.
 
     The first groups in the order in which their prompts were drawn are kept; those beyond are dropped: another step's
     weights would make them stale.  After `limit` further generations, or at the end of the data, the step goes on with
     the informative groups it has, and a note says so; where they have fewer responses than the algorithm
     can do with (`fewest_rows`), groups that say nothing fill them up.  None: the data has no batch left.
+
+    stream  responses are scored while others decode, and a generation ends when the step has its groups.
 
     On a transport where nothing runs, one generation is what a step is expected to take.
     """
@@ -64,15 +69,22 @@ def filled(draw: Draw, transport: Transport, algorithm: Refilling, roles: Any, c
         return None
     wanted, batch = len(first), first
     parts: list[Sifted] = []
+    given_up = 0
     while True:
-        pending = algorithm.collect(transport.put(batch), roles, cfg)
+        if stream:
+            missing = wanted - sum(part.informative for part in parts)
+            enough = Enough(missing, lambda part: bool(algorithm.informative(part, cfg).any()))
+            pending = algorithm.collect(transport.put(batch), Streamed(roles, transport, enough), cfg)
+            given_up += len(batch) - enough.whole
+        else:
+            pending = algorithm.collect(transport.put(batch), roles, cfg)
         (sifted,) = transport.call(sift, pending, algorithm, cfg)
         found = sifted.gather()
         if isinstance(found, Unreadable):
             return Filled(pending)
         parts.append(found)
-        enough = sum(part.informative for part in parts) >= wanted
-        batch = None if enough or len(parts) > limit else draw()
+        complete = sum(part.informative for part in parts) >= wanted
+        batch = None if complete or len(parts) > limit else draw()
         if batch is None:
             break
     kept = chosen(parts, wanted, algorithm.fewest_rows(cfg))
@@ -83,6 +95,8 @@ def filled(draw: Draw, transport: Transport, algorithm: Refilling, roles: Any, c
         "schedule/groups_informative_fraction": Stat(float(informative), float(generated)),
         "schedule/groups_surplus": Stat(float(max(informative - wanted, 0)), 1),
     }
+    if stream:
+        counts["schedule/groups_given_up"] = Stat(float(given_up), 1)
     notes: tuple[str, ...] = ()
     if informative < wanted:
         why = f"{limit} refills were used" if len(parts) > limit else "the data has no prompts left"

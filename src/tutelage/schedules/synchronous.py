@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from tutelage.protocols import Algorithm, Transport
 from tutelage.schedules.refill import Refilling, filled, refills_of
+from tutelage.schedules.streaming import Streamed
 from tutelage.schedules.training import Draw, StepResult, Training
 
 
@@ -14,6 +15,7 @@ class Synchronous:
 
     Where the algorithm drops groups that say nothing, a step draws and collects further batches (`refill.filled`).
     What it does not keep is dropped: only the cursor of the data knows of it, and a checkpoint holds no rollouts.
+    With `schedule.stream` responses are scored while others decode (`streaming.Streamed`).
     """
 
     LOOKS_AHEAD = False
@@ -22,6 +24,7 @@ class Synchronous:
         self.algorithm = algorithm
         self.training = Training(algorithm, transport, roles, cfg)
         self.refills = refills_of(algorithm, cfg)
+        self.stream = bool(getattr(getattr(cfg, "schedule", None), "stream", False))
 
     def advance(self, draw: Draw, state: Any) -> StepResult | None:
         if self.refills:
@@ -33,7 +36,9 @@ class Synchronous:
         """One step on as many informative groups as a batch has prompts, drawn for as long as that takes."""
         training = self.training
         algorithm = cast(Refilling, self.algorithm)
-        found = filled(draw, training.transport, algorithm, training.roles, training.cfg, self.refills)
+        found = filled(
+            draw, training.transport, algorithm, training.roles, training.cfg, self.refills, stream=self.stream
+        )
         if found is None:
             return None
         result = self.learned(found.collected, state)
@@ -44,7 +49,8 @@ class Synchronous:
     def step(self, batch: Any, state: Any) -> StepResult:
         """One step on one batch."""
         training = self.training
-        return self.learned(self.algorithm.collect(training.transport.put(batch), training.roles, training.cfg), state)
+        roles = Streamed(training.roles, training.transport) if self.stream else training.roles
+        return self.learned(self.algorithm.collect(training.transport.put(batch), roles, training.cfg), state)
 
     def learned(self, collected: Any, state: Any) -> StepResult:
         """Learn from a collected batch, and publish."""

@@ -5,6 +5,7 @@ A result that could be touched early here would work on a laptop and fail on a c
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,7 @@ class LocalTransport:
         self.busy = 0.0
         self.roles: dict[str, Any] = {}
         self.meter = Meter(device=self.place.device)
+        self._lock = threading.Lock()
 
     def start(self, builder: RoleBuilder, roles: tuple[str, ...]) -> tuple[dict[str, LocalHandle], tuple[str, ...]]:
         """Handles of the roles, built here, and what the builder noted."""
@@ -122,8 +124,9 @@ class LocalTransport:
         """Nothing is held."""
 
     def _took(self, name: str, method: str, seconds: float) -> None:
-        self.seconds[name, method] = self.seconds.get((name, method), 0.0) + seconds
-        self.busy += seconds if name != CONTROLLER else 0.0
+        with self._lock:  # scores may be computed in a thread of their own
+            self.seconds[name, method] = self.seconds.get((name, method), 0.0) + seconds
+            self.busy += seconds if name != CONTROLLER else 0.0
 
     def handle(self, name: str, role: Any) -> LocalHandle:
         self.roles[name] = role

@@ -6,6 +6,7 @@ this process by other means keeps the marks until then.  A call costs about 0.1 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -103,6 +104,7 @@ class Meter:
     asked: bool = False
 
     def __post_init__(self) -> None:
+        self.lock = threading.RLock()  # calls of several threads may overlap
         self.cuda = CudaMark(self.device) if self.device.startswith("cuda") else None
 
     def phase(self, role: str, method: str, share: float = 1.0) -> Running:
@@ -110,7 +112,7 @@ class Meter:
         return Running(self, role, method, share)
 
     def mark(self) -> None:
-        """The peak since the last mark belongs to every call that runs."""
+        """The peak since the last mark belongs to every call that runs.  Under the lock."""
         resident = self.process.take()
         peak = resident if self.cuda is None else self.cuda.take()
         if resident > self.most:
@@ -123,10 +125,11 @@ class Meter:
 
     def take(self, role: str, roles: Mapping[str, object]) -> Measured:
         """Of a role, since the last question; roles: all of this process."""
-        self.mark()
-        if not self.asked:  # what came before the first question is not of the run
-            self.asked, self.between = True, 0
-        return Measured(self.label, self.phases.pop(role, {}), held_by_roles(roles)[role], self.use())
+        with self.lock:
+            self.mark()
+            if not self.asked:  # what came before the first question is not of the run
+                self.asked, self.between = True, 0
+            return Measured(self.label, self.phases.pop(role, {}), held_by_roles(roles)[role], self.use())
 
     def use(self) -> ProcessUse:
         kind = self.process.mark.kind if self.cuda is None else CUDA
@@ -150,21 +153,23 @@ class Running:
             self.tokens = self._share * next((count for value in values if (count := tokens_of(value))), 0)
 
     def __enter__(self) -> Running:
-        if self._meter.asked:
-            self._meter.mark()
-            self._meter.running.append(self)
+        with self._meter.lock:
+            if self._meter.asked:
+                self._meter.mark()
+                self._meter.running.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         meter = self._meter
-        if self not in meter.running:
-            return
-        meter.mark()
-        meter.running.remove(self)
-        of_role = meter.phases.setdefault(self._role, {})
-        of_role[self._method] = of_role.get(self._method, Phase()).and_then(1, self.tokens, self.peak)
+        with meter.lock:
+            if self not in meter.running:
+                return
+            meter.mark()
+            meter.running.remove(self)
+            of_role = meter.phases.setdefault(self._role, {})
+            of_role[self._method] = of_role.get(self._method, Phase()).and_then(1, self.tokens, self.peak)
 
 
 def tokens_of(value: Any) -> int:

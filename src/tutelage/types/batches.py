@@ -67,10 +67,12 @@ def _select(value: Any, index_B: Tensor) -> Any:
     return value.select(index_B)
 
 
-def _concat(values: list[Any]) -> Any:
+def _concat(name: str, values: list[Any]) -> Any:
     first = values[0]
-    if first is None:
+    if all(value is None for value in values):
         return None
+    if any(value is None for value in values):
+        raise ShapeError(f"some of the parts have no {name}", fix="set the column in all of them, or in none")
     if isinstance(first, Tensor):
         return torch.cat(values)
     if isinstance(first, tuple):
@@ -106,8 +108,8 @@ class _Columns:
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
         names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-        out = {n: getattr(parts[0], n) if n in cls._whole else _concat([getattr(p, n) for p in parts]) for n in names}
-        return cls(**out)
+        columns = {n: [getattr(part, n) for part in parts] for n in names}
+        return cls(**{n: found[0] if n in cls._whole else _concat(n, found) for n, found in columns.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +128,12 @@ class Scores(_Columns):
     errors: tuple[str, ...] | None = None
 
     _whole = ("names", "weights")
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        if any(part.errors is not None for part in parts):
+            parts = [part if part.errors is not None else part.adding(errors=("",) * len(part.total)) for part in parts]
+        return super().concat(parts)
 
     @property
     def valid(self) -> Tensor:
