@@ -221,7 +221,7 @@ class Controller:
         """The sums go on from these; what calls took before, such as to load weights, is not of the run."""
         self.account.measure(self.roles)
         self.spent()
-        self.account.load_state(saved)
+        self.account.load_state(saved, self.seconds_before)
         self.started = time.perf_counter()
 
     def spent(self) -> tuple[Spent, dict[str, float]]:

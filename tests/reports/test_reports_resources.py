@@ -74,6 +74,12 @@ def test_the_table_of_one_process_by_hand() -> None:
     )
 
 
+def test_time_that_nobody_counted_is_not_called_other() -> None:
+    (table, *_) = resource_tables({"resources": {**LOCAL, "uncounted_seconds": LOCAL["seconds"] / 4}})
+    assert table.rows[-2][:1] == ("not counted (before the resume)",)
+    assert table.rows[-2][4] == "25.0%"
+
+
 def test_with_ranks_elsewhere_the_table_says_which_one() -> None:
     processes = {f"main {rank}": process(900 + rank) for rank in range(12)}
     calls = [call("actor", "generate", 80.0, 0.8, where="main 1"), call("critic", "step", 40.0, 0.4, where="main 0")]
@@ -82,7 +88,7 @@ def test_with_ranks_elsewhere_the_table_says_which_one() -> None:
     assert table.head[-1] == "on"
     assert [row[-1] for row in table.rows] == ["main 1", "main 0", ""]
     assert table.rows[-1] == ("total", "", "", "100", "", "", "", "")
-    assert table.notes[0].startswith("calls of several pools overlap")
+    assert table.notes[0].startswith("calls overlap")
     told = [note for note in table.notes if note.startswith("process")]
     assert len(told) == MOST_PROCESSES
     assert told[0].startswith("process main 11: 911 MB")

@@ -145,6 +145,25 @@ def test_a_resumed_run_goes_on_with_the_sums(tmp_path: Path) -> None:
     assert found["other_seconds"] > 0
 
 
+def test_a_checkpoint_without_sums_does_not_make_its_time_the_controllers(tmp_path: Path) -> None:
+    controller(tmp_path).run()
+    again = controller(tmp_path)
+    load = again.checkpoints.load
+    saved: dict[str, Any] = {}
+
+    def without_sums(*given: Any) -> dict[str, Any]:
+        saved.update(load(*given))
+        return {name: value for name, value in saved.items() if name != "account"}
+
+    again.checkpoints.load = without_sums  # type: ignore[method-assign]
+    again.restore(tmp_path / "checkpoints" / "step_000004", kit.TOY.state_from)
+    found = again.run()["resources"]
+    assert saved["seconds"] > 0
+    assert found["uncounted_seconds"] == saved["seconds"]
+    counted = sum(line["seconds"] for line in found["calls"]) + found["other_seconds"]
+    assert counted + found["uncounted_seconds"] == pytest.approx(found["seconds"])
+
+
 def test_steps_that_are_taken_again_in_one_process_count_once(tmp_path: Path) -> None:
     """As after a loss: the sums and the clock are those of the checkpoint, what was lost is not in them."""
     running = controller(tmp_path)

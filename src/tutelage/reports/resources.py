@@ -16,6 +16,7 @@ SHORT = 5e-4
 MOST_PROCESSES = 8
 CONTROLLER = "controller"
 OTHER = "other (controller, data)"
+UNCOUNTED = "not counted (before the resume)"
 
 KINDS = {
     "cuda": "the most that torch's CUDA allocator had given out during a call",
@@ -93,11 +94,13 @@ def _calls(found: Mapping[str, Any]) -> Table:
         rows.append(_call_row(together, "short calls", f"{len(short)} kinds"))
     rest, notes = found.get("other_seconds"), []
     if rest is None:
-        notes.append("calls of several pools overlap: their seconds add up to more than the run")
+        notes.append("calls overlap: their seconds add up to more than the run")
     else:
         share = rest / total if total > 0 else 0.0
         between = "" if several else megabytes(processes.get(CONTROLLER, {}).get("between", 0))
         rows.append((OTHER, "", "", seconds_text(rest), f"{share:.1%}", "", between, ""))
+    if uncounted := float(found.get("uncounted_seconds", 0.0)):
+        rows.append((UNCOUNTED, "", "", seconds_text(uncounted), f"{uncounted / total:.1%}", "", "", ""))
     rows.append(("total", "", "", seconds_text(total), "100.0%" if rest is not None else "", "", "", ""))
     head: tuple[str, ...] = ("role", "call", "calls", "seconds", "share", "tokens/s", "peak MB", "on")
     if not several:

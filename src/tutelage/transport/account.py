@@ -32,11 +32,15 @@ class Line:
 
 @dataclass
 class Account:
-    """held: what each role holds, on the rank that holds most.  processes: `ProcessUse` by label."""
+    """held: what each role holds, on the rank that holds most.  processes: `ProcessUse` by label.
+
+    uncounted: seconds of the run before its calls were counted, as in a checkpoint of an earlier release.
+    """
 
     lines: dict[tuple[str, str], Line] = field(default_factory=dict)
     held: dict[str, dict[str, Any]] = field(default_factory=dict)
     processes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    uncounted: float = 0.0
 
     def spend(self, spent: Mapping[tuple[str, str], float]) -> Spent:
         """Add the seconds of calls; those of roles and of the controller's mathematics, without the questions here."""
@@ -81,15 +85,16 @@ class Account:
     def summary(self, seconds: float) -> dict[str, Any]:
         """What summary.json holds; seconds: of the run.
 
-        Shares are of the run.  `other_seconds` is the rest, so that all add up to the run; None where calls of several
-        pools overlapped for so long that nothing is left over.
+        Shares are of the run.  `other_seconds` is the rest: with `uncounted_seconds` all add up to the run.  None where
+        calls overlapped for so long that nothing is left over.
         """
         lines = sorted(self.lines.values(), key=lambda line: -line.seconds)
-        rest = seconds - sum(line.seconds for line in lines)
+        rest = seconds - self.uncounted - sum(line.seconds for line in lines)
         share = [{"share": line.seconds / seconds if seconds > 0 else 0.0} for line in lines]
         return {
             "seconds": seconds,
             "other_seconds": rest if rest >= 0 else None,
+            "uncounted_seconds": self.uncounted,
             "calls": [
                 {**asdict(line), "tokens": round(line.tokens), **s} for line, s in zip(lines, share, strict=True)
             ],
@@ -103,10 +108,12 @@ class Account:
             "lines": [asdict(line) for line in self.lines.values()],
             "held": self.held,
             "processes": self.processes,
+            "uncounted": self.uncounted,
         }
 
-    def load_state(self, saved: Mapping[str, Any]) -> None:
-        """The sums of a checkpoint; nothing where it has none."""
+    def load_state(self, saved: Mapping[str, Any], seconds: float = 0.0) -> None:
+        """The sums of a checkpoint.  One without sums says nothing of the `seconds` that the run had taken."""
+        self.uncounted = saved.get("uncounted", 0.0) if saved else seconds
         self.lines = {(one["role"], one["call"]): Line(**one) for one in saved.get("lines", [])}
         self.held = dict(saved.get("held", {}))
         self.processes = dict(saved.get("processes", {}))
