@@ -63,6 +63,15 @@ def test_a_key_whose_condition_holds_is_allowed(recipe: str, overrides: list[str
     assert load_checked(recipe, overrides)[1] == []
 
 
+def test_a_budget_of_activations_needs_blocks_that_are_trained(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("algorithm: reward_model\nmodel: {path: m}\ndata: {train: t}\n", encoding="utf8")
+    keys = ["model.gradient_checkpointing=true", "model.activation_bytes=1000000"]
+    check_effect(load_recipe(str(path), [*keys, "reward_model.train_layers=1"]))
+    with pytest.raises(ConfigError, match=r"model.activation_bytes has no effect"):
+        check_effect(load_recipe(str(path), [*keys, "reward_model.train_layers=0"]))
+
+
 def test_null_takes_back_a_key_that_a_recipe_sets(tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     text = "algorithm: ppo\nmodel: {path: m}\ndata: {train: t}\nreward: {model: r}\ncritic: {lr: 1.0e-4}\n"
@@ -76,6 +85,7 @@ def test_null_takes_back_a_key_that_a_recipe_sets(tmp_path: Path) -> None:
 def test_a_budget_of_activations_is_refused_where_ranks_compute_one_layer_together(recipe: str, axis: str) -> None:
     keys = ["model.gradient_checkpointing=true", "model.activation_bytes=1000000", "cluster.transport=ray"]
     check_effect(load_recipe(recipe, [*keys, "cluster.layout.actor.shard=2"]))
+    check_effect(load_recipe(recipe, [*keys, f"cluster.layout.reference.{axis}=2"]))
     with pytest.raises(ConfigError, match=r"model.activation_bytes has no effect"):
         check_effect(load_recipe(recipe, [*keys, f"cluster.layout.actor.{axis}=2"]))
 
@@ -87,9 +97,19 @@ def test_a_stream_is_refused_where_nothing_could_overlap(recipe: str) -> None:
         ["cluster.transport=ray"],
         ["rollout.engine=vllm"],
         ["environment.functions={sums: calculator}"],
+        ["implementation=own.py"],
     ):
         with pytest.raises(ConfigError, match=r"schedule.stream has no effect"):
             check_effect(load_recipe(recipe, ["schedule.stream=true", *other]))
+
+
+@pytest.mark.parametrize("algorithm", ["xpo", "nash_md"])
+def test_a_stream_is_refused_where_answers_are_joined_before_they_are_scored(tmp_path: Path, algorithm: str) -> None:
+    path = tmp_path / "own.yaml"
+    text = f"algorithm: {algorithm}\nmodel: {{path: m}}\ndata: {{train: t}}\nreward: {{model: r}}\n"
+    path.write_text(text, encoding="utf8")
+    with pytest.raises(ConfigError, match=r"schedule.stream has no effect"):
+        check_effect(load_recipe(str(path), ["schedule.stream=true"]))
 
 
 def test_all_keys_without_effect_are_named_together(recipe: str) -> None:

@@ -8,7 +8,7 @@ import engine_kit as kit
 import pytest
 import torch
 
-from tutelage.errors import ShapeError
+from tutelage.errors import ShapeError, TrainingError
 from tutelage.models.forward import token_logprobs
 from tutelage.types import Ragged
 
@@ -94,6 +94,43 @@ def test_gradient_checkpointing_changes_nothing(kind, tiny_llama_folder, tiny_gp
         found.append(engine.gradients(batch, loss))
         assert len(calls) == (2 if on else 1), "a checkpointed block runs again in the backward pass"
     kit.require_close(found[1], found[0], 1e-6)
+
+
+def budgeted(folder, budget, **settings):
+    return kit.policy_engine(folder, {"gradient_checkpointing": True, "activation_bytes": budget}, **settings)
+
+
+def test_a_resumed_engine_recomputes_what_the_first_one_did(tiny_llama_folder, tmp_path):
+    first = budgeted(tiny_llama_folder, 10**9)
+    counts = [first.step(kit.batch(), kit.TokenLoss())["recomputed_blocks"].mean for _ in range(2)]
+    assert counts == [1, 0], "the first pass measures"
+    first.save_state(tmp_path / "state")
+    held = first.state()
+    wanted = first.step(kit.batch(), kit.TokenLoss())
+    for saved in (tmp_path / "state", held):
+        again = budgeted(tiny_llama_folder, 10**9)
+        again.load_state(saved)
+        assert again.step(kit.batch(), kit.TokenLoss()) == wanted
+    plain = kit.policy_engine(tiny_llama_folder)
+    plain.load_state(tmp_path / "state")
+    assert "recomputed_blocks" not in plain.step(kit.batch(), kit.TokenLoss())
+
+
+def test_only_trained_blocks_are_counted(tiny_llama_folder):
+    """Two blocks; with one trained there is none below the topmost that could be recomputed."""
+    top = budgeted(tiny_llama_folder, 1, train_layers=1)
+    assert len(top.model.trunk.recompute.blocks) == 1
+    with pytest.warns(UserWarning, match="model.activation_bytes is 1"):
+        assert top.step(kit.batch(), kit.TokenLoss())["recomputed_blocks"].mean == 0
+    assert budgeted(tiny_llama_folder, 1, train_layers=0).model.trunk.recompute is None
+
+
+def test_a_pass_that_failed_is_not_counted(tiny_llama_folder):
+    engine = budgeted(tiny_llama_folder, 10**9, tokens_per_micro_batch=12)
+    with pytest.raises(TrainingError):
+        engine.step(kit.batch(), kit.TokenLoss(bad=True))
+    found = engine.step(kit.batch(), kit.TokenLoss())
+    assert found["recomputed_blocks"].weight == found["micro_batches"].mean
 
 
 @pytest.mark.filterwarnings("ignore:this processor has no bfloat16")

@@ -89,7 +89,7 @@ def test_checkpointed_blocks_and_one_sum_for_all_micro_batches_change_nothing(on
             for stats in one["stats"]:
                 recomputed = stats.pop("recomputed_blocks", None)
                 assert (recomputed is None) == (budget is None)
-                # one entry for every micro-batch of every rank
+                # one entry for every pass of every rank, those that keep a rank in step with the others included
                 assert recomputed is None or recomputed.weight >= stats["micro_batches"].mean
         require_equal_runs(found, one_process(case))
 

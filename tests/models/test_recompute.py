@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from model_kit import WordTokenizer, build
+from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel
 
 from tutelage.config.common import ModelConfig
 from tutelage.errors import ModelError
@@ -22,11 +24,18 @@ LAYERS = 4
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Four blocks each: the first is packed, the second runs in padded rows."""
+    """Four blocks each; bloom runs in padded rows."""
+    made: dict[str, PreTrainedModel] = {
+        "llama": build("llama", num_hidden_layers=LAYERS),
+        "gpt2": build("gpt2", n_layer=LAYERS),
+        "bloom": BloomForCausalLM(
+            BloomConfig(vocab_size=90, hidden_size=64, n_layer=LAYERS, n_head=2, initializer_range=0.2)
+        ),
+    }
     found = {}
-    for kind, changes in (("llama", {"num_hidden_layers": LAYERS}), ("gpt2", {"n_layer": LAYERS})):
+    for kind, model in made.items():
         found[kind] = tmp_path_factory.mktemp(kind)
-        build(kind, **changes).save_pretrained(found[kind])
+        model.save_pretrained(found[kind])
     return found
 
 
@@ -84,7 +93,8 @@ def test_the_fewest_blocks_by_hand() -> None:
 
 
 @pytest.mark.parametrize("lora", [0, 2], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.filterwarnings("ignore:BloomModel cannot be packed")
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom"])
 def test_what_one_block_keeps_is_what_the_trunk_saves_by_recomputing_it(
     folders: dict[str, Path], kind: str, lora: int
 ) -> None:
@@ -93,9 +103,8 @@ def test_what_one_block_keeps_is_what_the_trunk_saves_by_recomputing_it(
     recompute = model.trunk.recompute
     assert recompute is not None
     assert recompute.sizes is not None
-    tokens = int(sequences.tokens.lens.sum())
-    if model.trunk.layout == "padded":
-        tokens = 3 * 30
+    assert model.trunk.layout == ("padded" if kind == "bloom" else "packed")
+    tokens = 3 * 30 if kind == "bloom" else int(sequences.tokens.lens.sum())
     assert recompute.sizes.entering == 64 * 4, "a hidden state in float32"
     saved = bytes_kept(model, sequences, 1) - bytes_kept(model, sequences, 2)
     assert recompute.sizes.kept * tokens == pytest.approx(saved, rel=0.02)
@@ -106,7 +115,8 @@ def test_what_one_block_keeps_is_what_the_trunk_saves_by_recomputing_it(
 
 
 @pytest.mark.parametrize("lora", [0, 2], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.filterwarnings("ignore:BloomModel cannot be packed")
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom"])
 def test_gradients_are_bit_for_bit_those_of_no_recomputation(folders: dict[str, Path], kind: str, lora: int) -> None:
     sequences = rows(9, 30, 17)
     plain = load_causal_lm(ModelConfig(path=str(folders[kind])), WordTokenizer())
@@ -119,7 +129,7 @@ def test_gradients_are_bit_for_bit_those_of_no_recomputation(folders: dict[str, 
     assert recompute is not None
     gradients(model, sequences)
     assert recompute.sizes is not None
-    tokens = 3 * 30 if model.trunk.layout == "padded" else int(sequences.tokens.lens.sum())
+    tokens = 3 * 30 if kind == "bloom" else int(sequences.tokens.lens.sum())
     for k in range(LAYERS):
         recompute.budget = int(recompute.sizes.held(tokens, LAYERS, k)) + 1
         recompute.read()
@@ -179,16 +189,38 @@ def test_a_pass_without_gradient_chooses_nothing(folders: dict[str, Path]) -> No
 
 def test_a_budget_below_the_least_warns_once_and_says_how_much(folders: dict[str, Path]) -> None:
     model = policy(folders["llama"], 7)
-    gradients(model, rows(9))
-    sizes = model.trunk.recompute.sizes  # type: ignore[union-attr]
-    least = int(9 * (LAYERS * sizes.entering + sizes.kept))
     with pytest.warns(
-        UserWarning, match=rf"model.activation_bytes is 7: a micro-batch of 9 tokens holds {least} bytes"
-    ):
+        UserWarning, match=r"model.activation_bytes is 7: a micro-batch of 9 tokens holds \d+ bytes"
+    ) as seen:
         gradients(model, rows(9))
+    sizes = model.trunk.recompute.sizes  # type: ignore[union-attr]
+    assert f"holds {math.ceil(9 * (LAYERS * sizes.entering + sizes.kept))} bytes" in str(seen[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gradients(model, rows(9))
+
+
+def test_a_pass_that_keeps_more_a_token_is_said_and_planned_with(folders: dict[str, Path]) -> None:
+    """Responses to one prompt copy its keys and values: bytes a token depend on what is in a row."""
+    model = policy(folders["llama"], 10**12)
+    recompute = model.trunk.recompute
+    assert recompute is not None
+    model.trunk.shared_states(rows(20, 20))
+    before = recompute.sizes
+    assert before is not None
+    prompt = list(range(5, 45))
+    shared = Sequences.build([prompt] * 8, [[7, 8 + k] for k in range(8)])
+    recompute.budget = int(before.held(56, LAYERS, 0)) + 1
+    with pytest.warns(UserWarning, match=r"a micro-batch of 56 tokens held \d+ bytes, more a token than those before"):
+        model.trunk.shared_states(shared)
+    after = recompute.sizes
+    assert after is not None
+    assert after.kept > 1.1 * before.kept
+    recompute.read()
+    model.trunk.shared_states(shared)
+    assert recompute.read().mean >= 1
+    model.trunk.shared_states(rows(20, 20))
+    assert recompute.sizes == after, "the most that was seen"
 
 
 def test_a_failing_block_leaves_no_hook_behind(folders: dict[str, Path]) -> None:

@@ -94,11 +94,13 @@ def on_rollouts(run, own, sft_run, reward_run, ppo_overrides, files) -> dict[str
     terms = ["kl.placement=loss", "kl.estimator=k2", f"evaluation.gold={own / 'gold.py'}:gold"]
     terms += ["policy_loss.kind=clip_cov", "policy_loss.entropy_controller=adaptive", "ppo.epochs=1"]
     terms += ["evaluation.rules=[{name: short, function: 'length_range(high=2)'}]"]
+    terms += ["model.gradient_checkpointing=true", "model.activation_bytes=1000000000"]
     terms += ["evaluation.samples=2", "evaluation.pass_at=[2]"]
     two = "rollout.samples_per_prompt=2"
     stale = ["schedule.kind=asynchronous", "schedule.partial_tokens=12", "max_steps=2"]
     stale += ["off_policy.correction=token_truncated", two]
     dapo = ["kl.coef=0", two, "grpo.dynamic_sampling=true", "grpo.max_refills=1", "grpo.overlong_buffer=2"]
+    streamed = [*dapo, "schedule.stream=true"]
     dapo += ["environment.functions={game: 'number_guessing(low=0, high=9)'}", "environment.max_turns=2"]
     failing = [f"reward.rules=[{{function: '{own / 'rules.py'}:picky'}}]", "reward.on_error=skip", two]
     ensemble = f"reward.ensemble=['{reward_run.best_model}', '{reward_run.best_model}']"
@@ -107,6 +109,7 @@ def on_rollouts(run, own, sft_run, reward_run, ppo_overrides, files) -> dict[str
         "ppo": run("ppo", *ppo_overrides, *tiny, *terms),
         "grpo": run("grpo", *start, *stale),
         "dapo": run("grpo", *start, *dapo),
+        "streamed": run("grpo", *start, *streamed),
         "online_dpo": run("online_dpo", *start, *failing, "online_dpo.reference_every=1"),
         "xpo": run("xpo", *start),
         "nash_md": run("nash_md", *start),

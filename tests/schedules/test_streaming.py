@@ -14,6 +14,7 @@ import toy_kit as kit
 from tutelage.errors import RolloutError
 from tutelage.roles.actor import Actor
 from tutelage.roles.parts import Parts
+from tutelage.roles.reward import Reward
 from tutelage.schedules import Synchronous
 from tutelage.schedules.streaming import Enough, Streamed
 from tutelage.transport.local import LocalTransport
@@ -65,6 +66,7 @@ class ToyReward:
     waits: threading.Event | None = None
     fails: str | None = None
     seen: list[tuple[str, ...]] = field(default_factory=list)
+    forgotten: list[tuple[str, int]] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
 
     def score(self, rollout: Rollout) -> Scores:
@@ -77,6 +79,9 @@ class ToyReward:
         total = points(rollout)
         errors = tuple("odd" if name.endswith("1") else "" for name in rollout.prompt_ids)
         return Scores(total[:, None], total, ("toy",), (1.0,), errors if any(errors) else None)
+
+    def forget_errors(self, dropped: list[tuple[str, int]]) -> None:
+        self.forgotten += dropped
 
 
 def roles_of(actor: Any, reward: Any) -> tuple[RoleSet, LocalTransport]:
@@ -178,6 +183,54 @@ def test_a_generation_is_given_up_when_the_first_groups_are_enough() -> None:
     assert enough.whole == 2
     assert actor.closed == 1
     assert reward.seen[:2] == [("0.1",), ("0.0",)]
+
+
+def test_nothing_more_is_decoded_once_the_scores_are_enough() -> None:
+    """The third group is not asked for before the first two are scored; those behind it never are."""
+    actor = PartsActor(0, 1, 2, 3, 4, 5)
+    scored, asks = threading.Semaphore(0), actor.next_part
+
+    class Counting(ToyReward):
+        def score(self, rollout: Rollout) -> Scores:
+            found = super().score(rollout)
+            scored.release()
+            return found
+
+    def next_part() -> Rollout | None:
+        if actor.asked >= 2:
+            assert scored.acquire(timeout=WAIT_S)
+        return asks()
+
+    actor.next_part = next_part  # type: ignore[method-assign]
+    roles, transport = roles_of(actor, Counting())
+    enough = Enough(2, lambda rows: True)
+    found = collect(transport.put(kit.prompts(0, 6)), Streamed(roles, transport, enough), None).gather()
+    assert found.group.tolist() == [0, 0, 1, 1]
+    assert actor.asked <= 4, "each later question comes after a score"
+
+
+def test_errors_of_responses_that_nobody_keeps_are_forgotten() -> None:
+    reward = ToyReward()
+    roles, transport = roles_of(PartsActor(2, 1, 0), reward)
+    collect(transport.put(kit.prompts(0, 3)), Streamed(roles, transport, Enough(1, lambda rows: True)), None)
+    assert set(reward.forgotten) == {("0.1", 0), ("0.1", 1), ("0.2", 0), ("0.2", 1)}
+    kept = Reward(SimpleNamespace())  # type: ignore[arg-type]
+    kept.errors = [{"id": name, "sample": k} for name in ("0.0", "0.1") for k in (0, 1)]
+    kept.forget_errors([("0.1", 0), ("0.0", 7)])
+    assert [(one["id"], one["sample"]) for one in kept.errors] == [("0.0", 0), ("0.0", 1), ("0.1", 1)]
+
+
+def test_responses_that_were_changed_are_scored_anew() -> None:
+    reward = ToyReward()
+    roles, transport = roles_of(PartsActor(0, 1), reward)
+    streamed = Streamed(roles, transport)
+    rollout = streamed.actor.generate(transport.put(kit.prompts(0, 2)))
+    more = rollout.adding(old_logp=roles.actor.logprobs(rollout))
+    calls = len(reward.seen)
+    streamed.reward.score(more)
+    assert len(reward.seen) == calls
+    streamed.reward.score(more.adding(texts=("other",) * 4))
+    assert len(reward.seen) == calls + 1
 
 
 def test_slow_scores_do_not_change_what_a_generation_gives() -> None:

@@ -9,8 +9,9 @@ from tutelage.config.schema import OnlyIf, Schema, setting
 
 LORA_ON = OnlyIf("model.lora_rank is above 0", lambda c: c.model.lora_rank > 0)
 RECOMPUTES = OnlyIf(
-    "model.gradient_checkpointing is true and no role has context, sequence, tensor or pipeline above 1",
-    lambda c: c.model.gradient_checkpointing and not _cuts_layers(c),
+    "model.gradient_checkpointing is true, blocks are trained, and no trained role has context, sequence, tensor or "
+    "pipeline above 1",
+    lambda c: c.model.gradient_checkpointing and _trains_blocks(c) and not _cuts_layers(c),
 )
 SHARES_BASE = OnlyIf(
     "model.lora_rank is above 0 and the stage has a critic, reward.model or reward.ensemble", lambda c: _can_share(c)
@@ -46,9 +47,14 @@ class ModelConfig(Schema):
     )
 
 
+def _trains_blocks(config: Any) -> bool:
+    return getattr(getattr(config, "reward_model", None), "train_layers", None) != 0
+
+
 def _cuts_layers(config: Any) -> bool:
-    """Whether ranks compute one layer together: they would have to recompute the same blocks."""
-    layouts = config.cluster.layout.values()
+    """Whether ranks compute one layer of a trained model together: they would have to recompute the same blocks."""
+    trained = ("reward",) if config.algorithm == "reward_model" else ("actor", "critic")
+    layouts = [config.cluster.settings_of(role) for role in trained]
     return any(max(one.context, one.sequence, one.tensor, one.pipeline) > 1 for one in layouts)
 
 

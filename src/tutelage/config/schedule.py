@@ -11,7 +11,8 @@ TRAINERS_OLD = OnlyIf("off_policy.old_logprobs is not rollout", lambda c: c.off_
 CORRECTED = OnlyIf("off_policy.correction is not none", lambda c: c.off_policy.correction != "none")
 STREAMED = OnlyIf(
     "schedule.kind is synchronous, cluster.transport is local, rollout.engine is inprocess, the recipe names a reward, "
-    "environment.functions is not given, and grpo.estimator is not remax",
+    "environment.functions and implementation are not given, grpo.estimator is not remax, and algorithm is neither xpo "
+    "nor nash_md",
     lambda c: _streams(c),
 )
 
@@ -21,7 +22,8 @@ def _streams(config: Any) -> bool:
     here = config.schedule.kind == "synchronous" and config.cluster.transport == "local"
     rewarded = bool(reward.model or reward.ensemble or reward.rules) and not (environment and environment.functions)
     estimator = getattr(getattr(config, "grpo", None), "estimator", None)
-    return here and config.rollout.engine == "inprocess" and rewarded and estimator != "remax"
+    apart = config.implementation is None and config.algorithm not in ("xpo", "nash_md") and estimator != "remax"
+    return here and config.rollout.engine == "inprocess" and rewarded and apart
 
 
 class ScheduleConfig(Schema):

@@ -37,6 +37,7 @@ from tutelage.models.forward import (
 )
 from tutelage.models.heads import ScalarModel
 from tutelage.models.language_model import LanguageModel
+from tutelage.models.recompute import Sizes
 from tutelage.models.sharding import begin, is_sharded, local
 from tutelage.protocols import Loss
 from tutelage.sharing import Share
@@ -94,6 +95,8 @@ class ModelEngine:
             model.masters.freeze([name for name, _ in model.module.named_parameters()])
         elif train_layers is not None:
             model.masters.freeze(below_top(model, train_layers))
+        if model.trunk.recompute is not None:
+            model.trunk.recompute = model.trunk.recompute.of_trained()
         self._optimizer = None if optim is None else make_optimizer(optim, model.masters.masters)
         if is_sharded(model.root) and isinstance(model, ScalarModel) and model.features is not None:
             raise ModelError(
@@ -270,7 +273,7 @@ class ModelEngine:
 
         Raises CheckpointError, on every rank, where a file cannot be written.
         """
-        save_tensors(folder, self._saved.tensors(), {"updates": self.updates}, self.ranks)
+        save_tensors(folder, self._saved.tensors(), {"updates": self.updates, **self._activations()}, self.ranks)
 
     def checkpoint_bytes(self) -> int:
         """Bytes of a saved state with its two moments, and of the exported model beside it, over all ranks."""
@@ -278,7 +281,14 @@ class ModelEngine:
 
     def state(self) -> dict[str, Any]:
         """Copies of everything a step depends on: trained weights in float32, optimiser moments, updates done."""
-        return {"updates": self.updates, **self._saved.copied()}
+        return {"updates": self.updates, **self._activations(), **self._saved.copied()}
+
+    def _activations(self) -> dict[str, list[float]]:
+        """Bytes a token by which blocks are recomputed (`models.recompute`), so that a resumed run plans as it did."""
+        recompute = self.model.trunk.recompute
+        if recompute is None or recompute.sizes is None:
+            return {}
+        return {"activations": [recompute.sizes.kept, recompute.sizes.entering]}
 
     def load_state(self, state: Path | Mapping[str, Any]) -> None:
         """Continue from a folder of `save_state`, or on one rank from `state()`.
@@ -292,6 +302,8 @@ class ModelEngine:
             state = read
         self._saved.load(state)
         self.updates = int(state["updates"])
+        if self.model.trunk.recompute is not None and "activations" in state:
+            self.model.trunk.recompute.sizes = Sizes(*state["activations"])
 
     # ---- weights for others ----
 

@@ -35,6 +35,7 @@ from tutelage.models.heads import ScalarModel
 from tutelage.models.language_model import LanguageModel
 from tutelage.models.noise import embedding_noise
 from tutelage.models.prefix import attention_cost
+from tutelage.models.recompute import Recompute, Sizes
 from tutelage.protocols import CoupledLoss, Loss, NoisyLoss, SeparableLoss
 from tutelage.sharing import Share, workload
 from tutelage.types import Outputs, Sequences, Stat, Stats, merge_stats
@@ -73,17 +74,28 @@ class Passes:
     def run(self, share: Share, loss: Loss) -> Found:
         """Raises TrainingError on every rank for a loss that is not finite on one."""
         self.ranks.agree(problem_of(lambda: require_learnable(self.model, share.rows, loss.outputs)))
+        recompute = self.model.trunk.recompute
         try:
             found = self._coupled(share, loss) if isinstance(loss, CoupledLoss) else self._separable(share, loss)
         except Exception:
+            if recompute is not None:
+                recompute.read()  # of a pass that counts for nothing
             if self.backward and self.ranks.sum_once:
                 self._drop_held_gradients(share, loss)
             raise
-        recompute = self.model.trunk.recompute
         if self.backward and recompute is not None:
-            theirs = self.ranks.from_parts(asdict(recompute.read()))
-            found.stats.update(merge_stats([{"recomputed_blocks": Stat(**one)} for one in theirs]))
+            self._agree_on(recompute, found)
         return found
+
+    def _agree_on(self, recompute: Recompute, found: Found) -> None:
+        """What was recomputed, over all ranks; and all plan with the bytes of the rank that saw most."""
+        sizes = None if recompute.sizes is None else asdict(recompute.sizes)
+        theirs = self.ranks.from_parts({"stat": asdict(recompute.read()), "sizes": sizes})
+        for one in theirs:
+            if one["sizes"] is not None:
+                recompute.learn(Sizes(**one["sizes"]))
+        stat = merge_stats([{"recomputed_blocks": Stat(**one["stat"])} for one in theirs])
+        found.stats.update({name: value for name, value in stat.items() if value.weight})
 
     def _drop_held_gradients(self, share: Share, loss: Loss) -> None:
         """Gradients that wait for the last micro-batch become those of the weights, where the caller discards them."""

@@ -93,7 +93,7 @@ class TrainedState:
             _require_fit({name: held.shape(path)}, {name: tuple(like.shape)})
             found.setdefault(name, {})[key] = held.read(path, like)
         weights = {name: held.read(f"weights/{name}", master.detach()) for name, master in masters.items()}
-        return {"weights": weights, "moments": found, "updates": held.plain.get("updates", 0)}
+        return {"updates": 0, **held.plain, "weights": weights, "moments": found}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """From `read`, or on one rank from `copied`.  Raises CheckpointError, with the weights untouched, as `read`."""

@@ -9,7 +9,9 @@ since the backward pass begins at the top: when it comes to a recomputed block, 
 topmost is never recomputed: it would be held at once again.  k is the least with held(k) <= budget, chosen for every
 micro-batch.  The gradient is the same for every k (Chen et al. 2016, arXiv:1604.06174).
 
-b and h are measured on the first training pass, which recomputes all blocks but the topmost.
+b and h are the largest that any training pass has shown, measured at the topmost block; the first pass recomputes all
+others.  They depend on the lengths in a row (copies of a shared prompt's keys, masks), so a pass that is unlike all
+before it can hold more than was planned: then the next ones are planned with what it showed.
 """
 
 from __future__ import annotations
@@ -51,39 +53,55 @@ class Recompute:
     budget: int
     sizes: Sizes | None = None
     _chosen: list[int] = field(default_factory=list)
-    _warned: bool = False
+    _warned: set[str] = field(default_factory=set)
 
     @contextmanager
     def during(self, tokens: int) -> Iterator[None]:
         """Around the forward pass of `tokens` tokens, padding included."""
-        count = len(self.blocks)
-        if self.sizes is None:
-            self._choose(count - 1)
-            with _measured(self.blocks[-1]) as found:
-                yield
-            self.sizes = Sizes(found.kept() / tokens, found.entering / tokens)
-            return
-        self._choose(self.sizes.recomputed(tokens, count, self.budget))
-        self._warn(tokens)
-        yield
-
-    def _choose(self, count: int) -> None:
+        count, known = len(self.blocks), self.sizes
+        recomputed = count - 1 if known is None else known.recomputed(tokens, count, self.budget)
         for number, block in enumerate(self.blocks):
-            block.gradient_checkpointing = number < count  # type: ignore[assignment]
-        self._chosen.append(count)
+            block.gradient_checkpointing = number < recomputed  # type: ignore[assignment]
+        self._chosen.append(recomputed)
+        with _measured(self.blocks[-1]) as found:
+            yield
+        seen = Sizes(found.kept() / tokens, found.entering / tokens)
+        self.learn(seen)
+        self._warn(tokens, seen, recomputed)
 
-    def _warn(self, tokens: int) -> None:
-        assert self.sizes is not None
+    def of_trained(self) -> Recompute | None:
+        """Of the blocks that have a trained weight: no other keeps anything.  None where there is no such block."""
+        trained = [block for block in self.blocks if any(p.requires_grad for p in block.parameters())]
+        return Recompute(trained, self.budget, self.sizes) if trained else None
+
+    def learn(self, seen: Sizes) -> None:
+        """Plan with these bytes, where they are more."""
+        known = self.sizes if self.sizes is not None else seen
+        self.sizes = Sizes(max(known.kept, seen.kept), max(known.entering, seen.entering))
+
+    def _warn(self, tokens: int, seen: Sizes, recomputed: int) -> None:
         count = len(self.blocks)
-        least = self.sizes.held(tokens, count, count - 1)
-        if least <= self.budget or self._warned:
+        held, least = (math.ceil(seen.held(tokens, count, k)) for k in (recomputed, count - 1))
+        if held <= self.budget:
             return
-        self._warned = True
-        warnings.warn(
-            f"model.activation_bytes is {self.budget}: a micro-batch of {tokens} tokens holds {math.ceil(least)} bytes "
-            "with all blocks but one recomputed; give as much, or lower optim.tokens_per_micro_batch",
-            stacklevel=2,
-        )
+        what = f"model.activation_bytes is {self.budget}: a micro-batch of {tokens} tokens"
+        if least > self.budget:
+            self._say(
+                "too little",
+                f"{what} holds {least} bytes with all blocks but one recomputed; give as much, or "
+                "lower optim.tokens_per_micro_batch",
+            )
+        else:
+            self._say(
+                "unlike",
+                f"{what} held {held} bytes, more a token than those before it; the next ones are planned with that",
+            )
+
+    def _say(self, kind: str, text: str) -> None:
+        """Once."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, stacklevel=2)
 
     def read(self) -> Stat:
         """Blocks recomputed, a mean over the passes since the last reading."""

@@ -43,6 +43,11 @@ class Reward:
         self.errors += unscored(rollout, scores)[: max(room, 0)]
         return scores
 
+    def forget_errors(self, dropped: list[tuple[str, int]]) -> None:
+        """Of these responses, by prompt id and sample: nobody keeps them."""
+        names = set(dropped)
+        self.errors = [error for error in self.errors if (error["id"], error["sample"]) not in names]
+
     def take_errors(self) -> list[dict[str, Any]]:
         """The responses without a score since the last call, with their prompts and the reasons."""
         taken, self.errors = self.errors, []

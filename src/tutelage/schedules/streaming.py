@@ -2,9 +2,9 @@
 
 `Streamed` stands in for the roles of an algorithm.  Its actor asks the rollout engine for one group after the other, as
 they end, and hands each to the reward in a thread beside it.  The responses come back in the order of their prompts,
-with their scores, which its reward then only reads.  So every algorithm that generates and scores works with it
-unchanged.  What overlaps is what waits: rules in processes of their own, judges on a network, a reward model on another
-device.
+with their scores, which its reward then only reads.  So an algorithm that scores what it generates, as it is, works
+with it unchanged.  What overlaps is what waits: rules in processes of their own, judges on a network, a reward model on
+another device.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 from tutelage.protocols import Transport
 from tutelage.transport.pending import Unreadable
 from tutelage.types import Rollout
+
+READ = ("sequences", "texts", "messages", "truths", "score")
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Enough:
 
     def tell(self, part: Rollout) -> None:
         """All responses of one group, with their scores."""
-        self._told[int(part.group[0])] = self.says(part)
+        self._told[_place(part)] = self.says(part)
         while self.whole in self._told and not self.reached:
             self.informative += self._told[self.whole]
             self.whole += 1
@@ -54,8 +56,9 @@ class Streamed:
 
     def __init__(self, roles: Any, transport: Transport, enough: Enough | None = None) -> None:
         self._roles = roles
-        self.actor = _StreamedActor(roles, transport, enough)
-        self.reward = _KnownScores(roles.reward, transport)
+        streamed: list[Rollout] = []
+        self.actor = _StreamedActor(roles, transport, enough, streamed)
+        self.reward = _KnownScores(roles.reward, transport, streamed)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._roles, name)
@@ -65,24 +68,31 @@ class Streamed:
 
 
 class _KnownScores:
-    """The reward, which is not asked again for what it has scored."""
+    """The reward, which is not asked again for what it has scored.  streamed: those responses."""
 
-    def __init__(self, reward: Any, transport: Transport) -> None:
+    def __init__(self, reward: Any, transport: Transport, streamed: list[Rollout]) -> None:
         self._reward = reward
         self._transport = transport
+        self._streamed = streamed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reward, name)
 
     def score(self, rollout: Any) -> Any:
         known = rollout.gather()
-        if isinstance(known, Unreadable) or known.score is None:
+        if isinstance(known, Unreadable) or not any(_same(known, one) for one in self._streamed):
             return self._reward.score(rollout)
         return self._transport.put(known.score)
 
 
+def _same(one: Rollout, other: Rollout) -> bool:
+    """Whether a reward would read the same of both: the very columns, whatever else was added."""
+    return all(getattr(one, name) is getattr(other, name) for name in READ)
+
+
 class _StreamedActor:
-    def __init__(self, roles: Any, transport: Transport, enough: Enough | None) -> None:
+    def __init__(self, roles: Any, transport: Transport, enough: Enough | None, streamed: list[Rollout]) -> None:
+        self._streamed = streamed
         self._actor = roles.actor
         self._reward = roles.reward
         self._transport = transport
@@ -104,10 +114,14 @@ class _StreamedActor:
                     break
                 scoring.begin(part)
             scoring.over(wait=True)
-            return self._transport.put(scoring.kept())
+            kept, dropped = scoring.sorted_out()
         finally:
             scoring.close()
             self._actor.close_parts().gather()
+        if dropped:
+            self._reward.forget_errors(dropped).gather()
+        self._streamed.append(kept)
+        return self._transport.put(kept)
 
     def _score(self, part: Rollout) -> Rollout:
         pending = self._transport.put(part)
@@ -124,8 +138,10 @@ class _Scoring:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scores")
         self._waiting: deque[Future[Rollout]] = deque()
         self._scored: list[Rollout] = []
+        self._begun: list[Rollout] = []
 
     def begin(self, part: Rollout) -> None:
+        self._begun.append(part)
         self._waiting.append(self._thread.submit(self._score, part))
 
     def over(self, wait: bool) -> bool:
@@ -142,11 +158,19 @@ class _Scoring:
                 enough.tell(self._scored[-1])
         return enough is not None and enough.reached
 
-    def kept(self) -> Rollout:
-        enough = self._enough
-        places = {int(part.group[0]): part for part in self._scored}
-        return Rollout.concat([places[place] for place in sorted(places) if enough is None or place < enough.whole])
+    def sorted_out(self) -> tuple[Rollout, list[tuple[str, int]]]:
+        """What is kept, in the order of the prompts; prompt id and sample of what else was to be scored."""
+        last = None if self._enough is None else self._enough.whole
+        kept = {_place(part): part for part in self._scored if last is None or _place(part) < last}
+        others = [part for part in self._begun if _place(part) not in kept]
+        names = [(name, int(k)) for part in others for name, k in zip(part.prompt_ids, part.samples, strict=True)]
+        return Rollout.concat([kept[place] for place in sorted(kept)]), names
 
     def close(self) -> None:
         """A score that is being computed is waited for; those behind it are not begun."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _place(part: Rollout) -> int:
+    """Of its prompt in the batch."""
+    return int(part.group[0])
