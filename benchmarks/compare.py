@@ -190,7 +190,7 @@ def compared(work: Work, source: Any, args: argparse.Namespace, out: Path) -> di
         "peer": [str(work.python), str(HERE / "peers" / work.script), str(file)],
     }
     patience = QUICK_PATIENCE if args.quick else args.patience
-    threads = {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    threads = {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
     workers: dict[str, Worker] = {}
     ready: dict[str, Any] = {}
     rounds: list[dict[str, Any]] = []
@@ -219,8 +219,8 @@ def shares(source: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory in GiB, and whether it has bf16 instructions."""
-    about: dict[str, Any] = {"cores": os.cpu_count()}
+    """Processor, cores, memory in GiB, whether it has bf16 instructions, and how idle threads of OpenMP wait."""
+    about: dict[str, Any] = {"cores": os.cpu_count(), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "unset")}
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf8")
         fields = [line.partition(":") for line in text.splitlines()]

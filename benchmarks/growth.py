@@ -103,7 +103,7 @@ def measured(point: Point, source: Any, args: argparse.Namespace, out: Path) -> 
     spec = rollout_step(source, point.prompts, point.samples, point.tokens, estimator="reinforce_plus_plus")
     (source.scratch / f"{name}.json").write_text(json.dumps(spec), encoding="utf8")
     command = [sys.executable, str(HERE / "peers" / "tutelage_side.py"), str(source.scratch / f"{name}.json")]
-    threads = {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    threads = {"OMP_NUM_THREADS": str(args.threads)}
     worker = Worker(name, command, out / f"{name}.log", args.patience, threads)
     try:
         tokens = worker.reply()["first"]["tokens"]

@@ -29,7 +29,7 @@ def measured(source: Any, repeat: int, clock: str, quick: bool) -> dict[str, Any
         "sequences": [4, 8] if quick else [TRAINING, GENERATING],
         "new_tokens": 4 if quick else NEW_TOKENS,
     }
-    threads = {"OMP_NUM_THREADS": str(source.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    threads = {"OMP_NUM_THREADS": str(source.threads)}
     command = [sys.executable, str(Path(__file__).resolve()), json.dumps(request)]
     path = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     done = subprocess.run(
