@@ -1,4 +1,5 @@
-"""Peak memory of PPO with four models: full copies, LoRA on copies, LoRA on one shared base; beside full SFT.
+"""Peak memory of PPO with four models: full copies, LoRA on copies, LoRA on one shared base, on one of 4 bits; beside
+full SFT.
 
     python benchmarks/lora_memory.py                        a Llama of about 100 M random weights, built offline
     python benchmarks/lora_memory.py --model FOLDER         a Hugging Face folder, such as SmolLM2-135M-Instruct
@@ -47,15 +48,18 @@ from tutelage.transport.local import LocalTransport
 from tutelage.transport.roleset import RoleSet
 from tutelage.types import Demonstrations, Prompts, Sequences
 
-CASES = ("sft", "shared", "copies", "full")
+CASES = ("sft", "packed", "shared", "copies", "full")
 SAID = {
     "sft": "full SFT",
+    "packed": "PPO, LoRA on one shared base in NF4",
     "shared": "PPO, LoRA on one shared base",
     "copies": "PPO, LoRA, a copy each",
     "full": "PPO, four full copies",
 }
 ROLES = ("actor", "critic", "reference", "reward")
 STEPS = 2
+PACKED_BITS = 4 + 8 / 64 + 32 / (64 * 256)
+"""Of a weight in NF4 with double quantisation; levels, 1 KB a matrix, left out."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +94,11 @@ class Found:
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers of weights: of the base, of one adapter on it."""
+    """Numbers of weights: of the base, of one adapter on it, of the base's linear layers but the output head."""
 
     base: int
     adapter: int
+    linear: int
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -118,9 +123,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def report(folder: Path, scratch: Path, work: Work, markdown: bool = False) -> str:
     """The table of all cases on the model of `folder`."""
-    reward = reward_folder(folder, scratch / "reward", work.rank)
     weights = counted(folder, work.rank)
-    found = {case: measured(case, folder, reward, work) for case in CASES}
+    found = {}
+    for case in CASES:
+        reward = reward_folder(folder, scratch / f"reward-{case}", work.rank, packed=case == "packed")
+        found[case] = measured(case, folder, reward, work)
     rows: list[tuple[str, ...]] = [
         ("work", "tokens", "predicted MB", "own MB", "rest MB", "exported MB", "of full SFT")
     ]
@@ -130,7 +137,8 @@ def report(folder: Path, scratch: Path, work: Work, markdown: bool = False) -> s
         sizes = (f"{size / 1e6:.0f}" for size in (state, one.own, one.own - state, exported))
         rows.append((SAID[case], str(one.tokens), *sizes, f"{share:.2f}"))
     ratio = found["full"].own / found["shared"].own
-    told = f"four full copies take {ratio:.2f} times what LoRA on one shared base takes"
+    further = found["full"].own / found["packed"].own
+    told = f"four full copies take {ratio:.2f} times what LoRA on one shared base takes, {further:.2f} times with NF4"
     base = f"base {weights.base / 1e6:.1f} M weights, adapter {weights.adapter / 1e6:.2f} M (rank {work.rank})"
     lines = _markdown(rows) if markdown else _plain(rows)
     return "\n".join([f"{folder.name}: {base}, float32, {device()}; {work}", "", *lines, "", told])
@@ -153,7 +161,8 @@ def counted(folder: Path, rank: int) -> Weights:
         model = AutoModelForCausalLM.from_config(load_config(str(folder)))
     head = model.get_output_embeddings()
     linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
-    return Weights(sum(p.numel() for p in model.parameters()), rank * sum(sum(weight.shape) for weight in linear))
+    every = sum(p.numel() for p in model.parameters())
+    return Weights(every, rank * sum(sum(w.shape) for w in linear), sum(w.numel() for w in linear))
 
 
 def predicted(case: str, weights: Weights) -> int:
@@ -167,17 +176,18 @@ def predicted(case: str, weights: Weights) -> int:
         return 16 * base
     if case == "full":
         return (12 + 12 + 4) * base + (4 + 4) * base
-    bases = 1 if case == "shared" else 3
-    frozen_adapters = 1 if case == "shared" else 0
-    return 4 * base * bases + (12 + 12 + 4 + 4 * frozen_adapters) * adapter
+    if case == "copies":
+        return 4 * base * 3 + (12 + 12 + 4) * adapter
+    saved = weights.linear * (32 - PACKED_BITS) / 8 if case == "packed" else 0
+    return 4 * base - round(saved) + (12 + 12 + 4 + 4) * adapter
 
 
 # ---- one process
 
 
-def reward_folder(folder: Path, target: Path, rank: int) -> Path:
+def reward_folder(folder: Path, target: Path, rank: int, *, packed: bool = False) -> Path:
     """A reward model that is an adapter on the model of `folder`: merged weights, and the adapter beside them."""
-    cfg = ModelConfig(path=str(folder), lora_rank=rank)
+    cfg = ModelConfig(path=str(folder), lora_rank=rank, quantize="nf4" if packed else "none")
     model = load_scalar_model(cfg, "reward", "last")
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -231,14 +241,16 @@ def sft_steps(folder: str, work: Work) -> tuple[ModelEngine, int]:
 
 def ppo_config(case: str, folder: str, reward: str, work: Work) -> PPOConfig:
     """The critic starts from the policy in every case, so that the same is trained."""
-    lora = {} if case == "full" else {"lora_rank": work.rank, "shared_base": case == "shared"}
+    shared = case in ("shared", "packed")
+    quantize = {"quantize": "nf4"} if case == "packed" else {}
+    lora = {} if case == "full" else {"lora_rank": work.rank, "shared_base": shared, **quantize}
     settings: dict[str, Any] = {
         "model": {"path": folder, **lora},
         "data": {"train": "none"},
         "rollout": {"prompts_per_step": work.sequences, "max_new_tokens": work.new_tokens},
         "ppo": {"epochs": 1, "minibatches": 1},
         "critic": {"init": "policy"},
-        "reward": {"model": reward, **({"shared_base": True} if case == "shared" else {})},
+        "reward": {"model": reward, **({"shared_base": True} if shared else {})},
         "optim": optim(work).model_dump(),
     }
     return PPOConfig.model_validate(settings)

@@ -26,12 +26,16 @@ def test_the_predicted_bytes_by_hand(tmp_path: Path) -> None:
     assert lora_memory.predicted("full", weights) == 36 * base
     assert lora_memory.predicted("copies", weights) == 12 * base + 28 * adapter
     assert lora_memory.predicted("shared", weights) == 4 * base + 32 * adapter
+    linear = 4 * 64 * 64 + 3 * 64 * 192
+    assert weights.linear == linear
+    bits = 4 + 1 / 8 + 1 / 512
+    assert lora_memory.predicted("packed", weights) == round(4 * (base - linear) + linear * bits / 8 + 32 * adapter)
 
 
 def test_every_case_takes_its_steps(tmp_path: Path) -> None:
     folder = workload.build_tiny_folder(tmp_path / "model", hidden=64, layers=1)
-    reward = lora_memory.reward_folder(folder, tmp_path / "reward", WORK.rank)
     for case in lora_memory.CASES:
+        reward = lora_memory.reward_folder(folder, tmp_path / case, WORK.rank, packed=case == "packed")
         found = lora_memory.own_memory(case, str(folder), str(reward), WORK)
         assert 2 * 8 < found.tokens <= 2 * 16
         assert found.imports <= found.step <= found.exported
@@ -41,9 +45,12 @@ def test_every_case_takes_its_steps(tmp_path: Path) -> None:
 def test_ppo_on_one_base_takes_less_than_full_sft_and_far_less_than_copies(tmp_path: Path) -> None:
     """47 million weights (190 MB), so that activations of 32 tokens and the allocator's slack are small beside them."""
     folder = workload.build_tiny_folder(tmp_path / "model", hidden=768, layers=6)
-    reward = lora_memory.reward_folder(folder, tmp_path / "reward", WORK.rank)
     weights = lora_memory.counted(folder, WORK.rank)
-    found = {case: lora_memory.measured(case, folder, reward, WORK) for case in lora_memory.CASES}
+    found = {}
+    for case in lora_memory.CASES:
+        reward = lora_memory.reward_folder(folder, tmp_path / case, WORK.rank, packed=case == "packed")
+        found[case] = lora_memory.measured(case, folder, reward, WORK)
+    assert found["packed"].own < found["shared"].own
     assert found["shared"].own < found["sft"].own
     assert 2.5 * found["shared"].own < found["full"].own
     assert found["shared"].own < found["copies"].own

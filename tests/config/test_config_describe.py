@@ -12,7 +12,7 @@ from tutelage.config import SCHEMAS, GeneratingConfig, PPOConfig
 from tutelage.config.describe import keys_table, keys_text, sections, walk
 from tutelage.config.loading import Source
 
-BOUNDS = {"sft": 60, "reward_model": 60, "dpo": 60, "kto": 60, "ppo": 85, "grpo": 82}
+BOUNDS = {"sft": 60, "reward_model": 60, "dpo": 60, "kto": 60, "ppo": 86, "grpo": 83}
 OTHERS = 80
 OUTSIDE = {
     "cluster.": 30,

@@ -32,6 +32,7 @@ def teacher(kit: Kit) -> Teacher:
             "path": cfg.teacher.path,
             "dtype": cfg.teacher.dtype,
             "lora_rank": 0,
+            "quantize": "none",
             "gradient_checkpointing": False,
         }
     )

@@ -108,9 +108,15 @@ class Kit:
             self.notes.append("critic is a new value head on the actor's trunk")
         return policy
 
-    def frozen_policy(self, role: str) -> LanguageModel:
-        """The policy as it was passed in, without the adapter of this run, on the ranks of a role."""
-        settings = self.cfg.model.model_copy(update={"lora_rank": 0, "gradient_checkpointing": False})
+    def frozen_policy(self, role: str, *, as_trained: bool = False) -> LanguageModel:
+        """The policy as it was passed in, without the adapter of this run, on the ranks of a role.
+
+        as_trained: its base is quantised where the policy's is, so that both are one function at the start.
+        """
+        quantize = self.cfg.model.quantize if as_trained else "none"
+        settings = self.cfg.model.model_copy(
+            update={"lora_rank": 0, "gradient_checkpointing": False, "quantize": quantize}
+        )
         return self._policy(role, settings, frozen=True)
 
     def _policy(self, role: str, settings: ModelConfig, *, frozen: bool) -> LanguageModel:

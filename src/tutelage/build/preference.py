@@ -177,6 +177,7 @@ def cache_key(cfg: DPOConfig, data: StageData) -> dict[str, str]:
         "template": template_fingerprint(data.template),
         "rows": rows_fingerprint(Sequences.concat([pairs.sequences for pairs in cached_pairs(cfg, data)])),
         "dtype": cfg.model.dtype,
+        **({} if cfg.model.quantize == "none" else {"quantize": cfg.model.quantize}),
     }
 
 

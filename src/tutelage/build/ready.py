@@ -18,13 +18,14 @@ from tutelage.errors import ClusterError, ConfigError, ModelError
 from tutelage.evals.answers import first_prompts
 from tutelage.models.load import load_config
 from tutelage.models.paths import base_of_adapter
+from tutelage.models.quantize import require_bitsandbytes
 
 PACKAGES = frozenset({"pip", "uv", "conda", "image_uri", "container"})
 """Keys of a runtime environment that may bring packages which are not installed here."""
 
 
 def require_extras(cfg: AnyConfig) -> None:
-    """Raises MissingExtraError for Ray or vLLM that is not installed here, where it is needed here."""
+    """Raises MissingExtraError for Ray, vLLM or bitsandbytes that is not installed here, where it is needed here."""
     if cfg.cluster.transport == "ray":
         from tutelage.transport.ray import require_installed
 
@@ -33,6 +34,8 @@ def require_extras(cfg: AnyConfig) -> None:
         from tutelage.rollout.vllm.checks import require_vllm
 
         require_vllm()
+    if cfg.model.quantize != "none" and runs_here(cfg) and not PACKAGES & cfg.cluster.runtime_env.keys():
+        require_bitsandbytes()
 
 
 def require_ready(cfg: AnyConfig, data: StageData, roles: tuple[str, ...]) -> None:

@@ -73,7 +73,9 @@ def reference(kit: Kit) -> Reference:
         return Reference(kit.policy_engine, temperature, adapter=False)
     if beside:
         return Reference(kit.policy_engine.snapshot(), temperature, adapter=True)
-    return Reference(kit.engine("reference", kit.frozen_policy("reference"), None), temperature, adapter=True)
+    return Reference(
+        kit.engine("reference", kit.frozen_policy("reference", as_trained=True), None), temperature, adapter=True
+    )
 
 
 def reward(kit: Kit) -> Reward:

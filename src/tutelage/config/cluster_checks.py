@@ -76,7 +76,23 @@ def cluster_problems(config: AnyConfig, where: Mapping[str, object]) -> list[str
         problems += _reward_model_problems(config, cluster.layout_of("reward"), where)
     if isinstance(config, SFTConfig):
         problems += _noise_problems(config, cluster.layout_of("actor"), where)
-    return problems
+    return problems + _quantize_problems(config, where)
+
+
+def _quantize_problems(config: AnyConfig, where: Mapping[str, object]) -> list[str]:
+    """A weight that is cut over ranks is not packed."""
+    if config.model.quantize == "none":
+        return []
+    cluster = config.cluster
+    for role in ("reward",) if isinstance(config, RewardModelConfig) else ("actor", "critic", "reference"):
+        layout, offload = cluster.layout_of(role), cluster.settings_of(role).offload
+        if offload or max(layout.shard, layout.tensor, layout.pipeline) > 1:
+            return [
+                f"model.quantize is {config.model.quantize}{at('model.quantize', where)} and the layout of {role} is "
+                f"{'offload' if offload else layout}: a weight that is cut over ranks is not packed; use replicas "
+                "(cluster.layout without shard, tensor, pipeline and offload), or model.quantize=none"
+            ]
+    return []
 
 
 def _noise_problems(config: SFTConfig, layout: Layout, where: Mapping[str, object]) -> list[str]:
@@ -113,6 +129,12 @@ def _rollout_problems(config: AnyConfig, where: Mapping[str, object]) -> list[st
         return [
             f"rollout.vllm.lora is adapter{at('rollout.vllm.lora', where)}: it needs mode colocated and "
             f"model.lora_rank above 0 (mode is {mode}, model.lora_rank {config.model.lora_rank})"
+        ]
+    if config.rollout.vllm.lora == "adapter" and config.model.quantize != "none":
+        return [
+            f"rollout.vllm.lora is adapter{at('rollout.vllm.lora', where)} and model.quantize is "
+            f"{config.model.quantize}{at('model.quantize', where)}: vLLM would put the adapter on the base as it was "
+            "before; use rollout.vllm.lora=merged"
         ]
     if mode == "colocated":
         if cluster.transport == "ray" and cluster.pool_of("rollout") != cluster.pool_of("actor"):

@@ -39,6 +39,11 @@ class ModelConfig(Schema):
     )
     lora_rank: int = setting(0, "Rank of LoRA adapters on all linear layers; 0 trains the full model.", ge=0, le=1024)
     lora_alpha: float = setting(32.0, "LoRA scale is lora_alpha / lora_rank.", gt=0, only_if=LORA_ON)
+    quantize: Literal["none", "nf4"] = setting(
+        "none",
+        "nf4: the frozen linear layers under the adapters take 4 bits a weight (QLoRA; needs bitsandbytes).",
+        only_if=LORA_ON,
+    )
     shared_base: bool = setting(
         False,
         "One copy of the frozen weights for actor, reference, critic, and reward models that are adapters on them "

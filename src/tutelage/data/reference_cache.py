@@ -30,6 +30,7 @@ WORDS = {
     "template": "chat template",
     "rows": "tokens of the rows (tokenizer, length limits, held-out part)",
     "dtype": "model.dtype",
+    "quantize": "model.quantize",
 }
 
 
@@ -121,7 +122,8 @@ def require_same_key(path: Path, key: Mapping[str, str]) -> None:
     wanted = {"format": FORMAT, **key}
     if not isinstance(saved, dict):
         raise _damaged(path, "it does not say what it was made from")
-    differing = [WORDS.get(name, name) for name in wanted if saved.get(name) != wanted[name]]
+    names = dict.fromkeys([*wanted, *saved])
+    differing = [WORDS.get(name, name) for name in names if saved.get(name) != wanted.get(name)]
     if differing:
         raise DataError(
             f"the reference cache {path} was made from something else; what differs: {', '.join(differing)}",

@@ -19,6 +19,7 @@ from tutelage.engines.saved import SavedTensors
 from tutelage.errors import CheckpointError
 from tutelage.models.forward import Model
 from tutelage.models.parallel.stages import Stages
+from tutelage.models.quantize import dense_shape
 from tutelage.models.sharding import local, whole
 
 Shapes = dict[str, tuple[int, ...]]
@@ -108,7 +109,7 @@ class TrainedState:
 
 def _shapes(named: Mapping[str, Tensor], stages: Stages | None) -> Shapes:
     """Of these weights, and of those of the other pipeline stages."""
-    own = {name: tuple(tensor.shape) for name, tensor in named.items()}
+    own = {name: dense_shape(tensor) for name, tensor in named.items()}
     return own if stages is None else {name: tuple(shape) for name, shape in stages.union(own).items()}
 
 

@@ -20,6 +20,7 @@ from tutelage.models.lora import adapter_name, merging, plain_name, save_adapter
 from tutelage.models.parallel.stages import Stages
 from tutelage.models.paths import quiet
 from tutelage.models.precision import MasterWeights
+from tutelage.models.quantize import dense_shape
 from tutelage.models.sharding import whole
 
 FILE_BYTES = 4 << 30
@@ -153,7 +154,7 @@ def write_shards(
     sizes = {name: buffer.nbytes for name, buffer in buffers.items()}
     for name, parameter in module.named_parameters():
         if ".lora_" not in name:
-            sizes[plain_name(name).removeprefix(prefix)] = 4 * math.prod(parameter.shape)
+            sizes[plain_name(name).removeprefix(prefix)] = 4 * math.prod(dense_shape(parameter))
     sizes = sizes if stages is None else stages.union(sizes)
     files = _plan(sizes, min(file_bytes, math.ceil(sum(sizes.values()) / writers.world)), writers.world)
     where = {name: file for file in files for name in file.expected}

@@ -35,6 +35,7 @@ from tutelage.models.weights import (
     cpu_has_bfloat16,
     keep_lowest,
     load_weights,
+    loading_device,
     on,
     prepare,
     recompute_of,
@@ -99,11 +100,20 @@ def load_causal_lm(
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(cfg.path)
     if sharding is not None:
         _require_policy(cfg.path)
+        _require_unquantized(cfg)
         return sharded_causal_lm(cfg, tokenizer, sharding, seed=seed, frozen=frozen)
-    model, trunk = bare_policy(cfg, tokenizer, device)
-    adapted = prepare(model, cfg, seed)
+    model, trunk = bare_policy(cfg, tokenizer, loading_device(cfg, device))
+    adapted = prepare(model, cfg, seed, device)
     trunk.recompute = recompute_of(trunk.model, cfg)
     return LanguageModel(model, trunk, tokenizer, MasterWeights(model, compute_dtype(cfg.dtype, device)), adapted)
+
+
+def _require_unquantized(cfg: ModelSettings) -> None:
+    if cfg.quantize != "none":
+        raise ModelError(
+            f"quantize is {cfg.quantize}, and the weights are spread over ranks: what is cut is not packed",
+            fix="set model.quantize to none, or use replicas alone",
+        )
 
 
 def _require_policy(path: str) -> None:
@@ -171,10 +181,11 @@ def load_scalar_model(
             fix=f"set pooling to auto or {head.pooling}",
         )
     if sharding is not None:
+        _require_unquantized(cfg)
         return sharded_scalar_model(
             cfg, kind, pooling, head, tokenizer, sharding, keep_layers=keep_layers, seed=seed, frozen=frozen
         )
-    model = without_pooler(on(device, load_weights(cfg.path, AutoModel)))
+    model = without_pooler(on(loading_device(cfg, device), load_weights(cfg.path, AutoModel)))
     if keep_layers is not None:
         keep_lowest(model, keep_layers)
     require_embeddings(model, tokenizer, cfg.path)
@@ -224,7 +235,7 @@ def _scalar(
             "a critic on an encoder would see the tokens whose value it predicts",
             fix="set critic.init to policy, or to a causal model",
         )
-    adapted = prepare(trunk.model, cfg, seed)
+    adapted = prepare(trunk.model, cfg, seed, device)
     trunk.recompute = recompute_of(trunk.model, cfg)
     model = ScalarModel(trunk, layers, kind, pooling, activation, tokenizer, adapted).to(device)
     model.masters = MasterWeights(model, compute_dtype(cfg.dtype, device), keep=tuple(layers))

@@ -74,7 +74,10 @@ def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 
 
 def merging(model: nn.Module, names: Iterable[str], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """`merged_weights` one at a time: `read` is asked for a weight when it is needed, and for its adapter after it."""
+    """`merged_weights` one at a time: `read` is asked for a weight when it is needed, and for its adapter after it.
+
+    Raises ModelError for a weight that is not of its adapter's shape, such as a packed one.
+    """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
     for name in names:
         if ".lora_" in name:
@@ -82,7 +85,13 @@ def merging(model: nn.Module, names: Iterable[str], read: Callable[[str], Tensor
         owner, _, leaf = name.rpartition(".base_layer.")
         weight = read(name)
         if leaf == "weight" and owner:
-            weight = weight + _delta(owner, layers[owner], read).to(weight.dtype)
+            delta = _delta(owner, layers[owner], read)
+            if weight.shape != delta.shape:
+                raise ModelError(
+                    f"{name} has shape {tuple(weight.shape)}, its adapter {tuple(delta.shape)}",
+                    fix="merge what MasterWeights.full_precision gives: a quantised weight is a matrix there",
+                )
+            weight = weight + delta.to(weight.dtype)
         yield plain_name(name), weight
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tutelage.models.quantize import dense, packed
 from tutelage.models.sharding import local
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -26,7 +27,8 @@ DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bf
 class MasterWeights:
     """The trainable parameters of a module in float32, by name; a tied parameter has one name and one master.
 
-    module  in float32; its parameters are cast in place to `dtype`, except those of the children named in `keep`.
+    module  in float32; its parameters are cast in place to `dtype`, except those of the children named in `keep`, and
+            packed ones (`quantize`), which have no precision to change.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, keep: Collection[str] = ()) -> None:
@@ -35,7 +37,7 @@ class MasterWeights:
         self.masters: dict[str, nn.Parameter] = {}
         self._casts: dict[str, tuple[nn.Parameter, torch.utils.hooks.RemovableHandle]] = {}
         for name, parameter in module.named_parameters():
-            cast = dtype != torch.float32 and name.split(".")[0] not in keep
+            cast = dtype != torch.float32 and name.split(".")[0] not in keep and not packed(parameter)
             if parameter.requires_grad:
                 # the master takes over the float32 values, and the module's parameter gets others below
                 self.masters[name] = nn.Parameter(parameter.data) if cast else parameter
@@ -85,7 +87,7 @@ class MasterWeights:
 
     def wide(self, name: str, parameter: nn.Parameter) -> Tensor:
         """One parameter of the module: its master where there is one, else what computes, in float32."""
-        return self.masters[name].detach() if name in self.masters else parameter.detach().float()
+        return self.masters[name].detach() if name in self.masters else dense(parameter).detach().float()
 
 
 def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:

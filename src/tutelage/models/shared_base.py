@@ -17,6 +17,7 @@ besides, of one role at a time.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,15 +29,25 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tutelage.errors import ModelError
-from tutelage.models.heads import Head, ScalarModel, fresh_head, saved_head, weight_files
+from tutelage.models.heads import ScalarModel, fresh_head, saved_head, weight_files
 from tutelage.models.language_model import LanguageModel
 from tutelage.models.load import bare_policy, load_tokenizer
 from tutelage.models.lora import merging
 from tutelage.models.meta import StoredWeights
 from tutelage.models.paths import ADAPTER_FILE, HEAD_FILE, is_local, load_config, read_json
 from tutelage.models.precision import MasterWeights
+from tutelage.models.quantize import rounded
 from tutelage.models.trunk import Trunk
-from tutelage.models.weights import ModelSettings, compute_dtype, keep_lowest, prepare, recompute_all, recompute_of
+from tutelage.models.weights import (
+    ModelSettings,
+    compute_dtype,
+    keep_lowest,
+    loading_device,
+    pack,
+    prepare,
+    recompute_all,
+    recompute_of,
+)
 
 ADAPTER = "adapter"
 """Folder of the adapter alone, in the folder of a model that was trained with one."""
@@ -82,6 +93,8 @@ def load_shared_base(
     was not is in `obstacles` of what is returned.
     critic: where the critic starts; None: there is no critic.  A new adapter has the rank of `cfg`, a copied one the
     reward model's.
+    A base that is quantised is one for all; a reward model that was trained on it as it was before is taken, with a
+    warning, since its scores are not quite the same.
     Raises as `load.load_causal_lm`, and ModelError for `lora_rank` 0.
     """
     if cfg.lora_rank < 1:
@@ -90,17 +103,17 @@ def load_shared_base(
             fix="set model.lora_rank above 0, or model.shared_base to false",
         )
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(cfg.path)
-    model, trunk = bare_policy(cfg, tokenizer, device)
-    made: dict[str, ScalarModel] = {}
-    obstacles: dict[str, str] = {}
-    for folder, own in (rewards or {}).items():
-        found = _reward(trunk, folder, own)
-        if isinstance(found, str):
-            obstacles[folder] = found
-        else:
-            made[folder] = found.to(device)
+    model, trunk = bare_policy(cfg, tokenizer, loading_device(cfg, device))
+    found = {folder: _obstacle(trunk, folder, cfg) for folder in rewards or {}}
+    obstacles = {folder: why for folder, why in found.items() if why is not None}
+    pack(model, cfg, device)
+    made = {
+        folder: _reward(trunk, folder, own).to(device)
+        for folder, own in (rewards or {}).items()
+        if folder not in obstacles
+    }
     value = None if critic is None else _critic(trunk, cfg, critic(made), made, tokenizer, seed).to(device)
-    adapted = prepare(model, cfg, seed)
+    adapted = prepare(model, cfg, seed, device)
     trunk.recompute = recompute_of(trunk.model, cfg)
     dtype = compute_dtype(cfg.dtype, device)
     for scalar in [*made.values(), *([] if value is None else [value])]:
@@ -170,8 +183,8 @@ def folder_obstacle(folder: str, base: PreTrainedConfig) -> str | None:
     return None
 
 
-def _reward(trunk: Trunk, folder: str, tokenizer: PreTrainedTokenizerBase | None) -> ScalarModel | str:
-    """The reward model of a folder on the base, or why it cannot be on it."""
+def _obstacle(trunk: Trunk, folder: str, cfg: ModelSettings) -> str | None:
+    """Why the reward model of a folder cannot be on the base, which is not quantised yet."""
     obstacle = folder_obstacle(folder, trunk.model.config)
     if obstacle is not None:
         return obstacle
@@ -181,20 +194,18 @@ def _reward(trunk: Trunk, folder: str, tokenizer: PreTrainedTokenizerBase | None
         return f"it is a {head.kind} model"
     backbone = _cut(trunk, folder)
     try:
-        adapted = _adapter_of(backbone, folder, trained=False)
+        _adapter_of(backbone, folder, trained=False)
     except (RuntimeError, ValueError) as problem:  # sizes that differ, layers that are not there
         return f"its adapter does not fit the policy's matrices: {str(problem).strip().splitlines()[-1].strip()}"
-    obstacle = _another_base(backbone, folder)
-    return obstacle if obstacle is not None else _frozen(trunk, backbone, head, tokenizer, adapted)
+    return _another_base(backbone, folder, cfg)
 
 
-def _frozen(
-    trunk: Trunk,
-    backbone: PreTrainedModel,
-    head: Head,
-    tokenizer: PreTrainedTokenizerBase | None,
-    adapted: PeftModel,
-) -> ScalarModel:
+def _reward(trunk: Trunk, folder: str, tokenizer: PreTrainedTokenizerBase | None) -> ScalarModel:
+    """The reward model of a folder, which `_obstacle` has nothing against, on the base."""
+    head = saved_head(folder)
+    assert head is not None, "the folder has a head file"
+    backbone = _cut(trunk, folder)
+    adapted = _adapter_of(backbone, folder, trained=False)
     own = Trunk(backbone, trunk.layout, trunk.causal)
     made = ScalarModel(own, head.layers, "reward", head.pooling, head.activation, tokenizer, adapted)
     return made.requires_grad_(False)
@@ -216,26 +227,46 @@ def _adapter_of(backbone: PreTrainedModel, folder: str, *, trained: bool) -> Pef
 
 
 @torch.no_grad()
-def _another_base(backbone: PreTrainedModel, folder: str) -> str | None:
+def _another_base(backbone: PreTrainedModel, folder: str, cfg: ModelSettings) -> str | None:
     """Why the folder's merged weights are not base + adapter, or None where they are.
 
     Compared is every weight: one without an adapter to the bit, one with an adapter up to rounding.  A model that was
-    trained in bfloat16 has merged weights of a base that is rounded to it.
+    trained in bfloat16 has merged weights of a base that is rounded to it, one that was trained on a quantised base
+    those of that.
     """
     stored = StoredWeights.of(folder, weight_files(folder), backbone.base_model_prefix)
-    found = [_difference(backbone, stored, dtype) for dtype in (torch.float32, torch.bfloat16)]
-    if None in found:
+    if cfg.quantize != "none" and _difference(backbone, stored, _Rounding(packed=True)) is None:
         return None
-    return f"it was trained on another base: {found[0]}"
+    found = [_difference(backbone, stored, _Rounding(dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    if None not in found:
+        return f"it was trained on another base: {found[0]}"
+    if cfg.quantize != "none":
+        warnings.warn(
+            f"the reward model {folder} was trained on the base before it was quantised: its scores on the quantised "
+            "one differ a little; train it with model.quantize too, or set reward.shared_base to false",
+            stacklevel=2,
+        )
+    return None
 
 
-def _difference(backbone: PreTrainedModel, stored: StoredWeights, dtype: torch.dtype) -> str | None:
-    """The first weight in which a folder differs from the adapted `backbone`, whose base is rounded to `dtype`."""
+@dataclass(frozen=True)
+class _Rounding:
+    """How a base's weights were rounded before something was trained on them."""
+
+    dtype: torch.dtype = torch.float32
+    packed: bool = False
+
+    def __call__(self, weight: Tensor, in_adapter: bool) -> Tensor:
+        return rounded(weight.float()) if self.packed and in_adapter else weight.to(self.dtype).float()
+
+
+def _difference(backbone: PreTrainedModel, stored: StoredWeights, rounding: _Rounding) -> str | None:
+    """The first weight in which a folder differs from the adapted `backbone`, its base rounded."""
     weights = dict(backbone.named_parameters())
 
     def read(name: str) -> Tensor:
         weight = weights[name].detach()
-        return weight if ".lora_" in name else weight.to(dtype).float()
+        return weight if ".lora_" in name else rounding(weight, name.endswith(".base_layer.weight"))
 
     for name, expected in merging(backbone, weights, read):
         if not stored.has(name):

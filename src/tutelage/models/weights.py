@@ -16,6 +16,7 @@ from tutelage.errors import ModelError
 from tutelage.models.lora import attach, merge_folder
 from tutelage.models.paths import base_of_adapter, load_config, loading, local_path
 from tutelage.models.precision import DTYPES
+from tutelage.models.quantize import quantize
 from tutelage.models.recompute import Recompute
 from tutelage.models.trunk import embedding_matrix
 
@@ -35,13 +36,28 @@ class ModelSettings(Protocol):
     def lora_rank(self) -> int: ...
     @property
     def lora_alpha(self) -> float: ...
+    @property
+    def quantize(self) -> Literal["none", "nf4"]: ...
 
 
-def prepare(model: PreTrainedModel, cfg: ModelSettings, seed: int) -> PeftModel | None:
-    """Activation checkpointing and LoRA, as the settings say; in place."""
+def prepare(model: PreTrainedModel, cfg: ModelSettings, seed: int, device: str = "cpu") -> PeftModel | None:
+    """Activation checkpointing, a quantised base on `device`, and LoRA, as the settings say; in place."""
     if cfg.gradient_checkpointing:
         recompute_all(model)
+    pack(model, cfg, device)
     return attach(model, cfg.lora_rank, cfg.lora_alpha, seed) if cfg.lora_rank else None
+
+
+def pack(model: PreTrainedModel, cfg: ModelSettings, device: str) -> None:
+    """The base in the form that the settings name; the rest of the model follows a quantised one to `device`."""
+    if cfg.quantize != "none":
+        quantize(model, compute_dtype(cfg.dtype, device), device)
+        on(device, model)
+
+
+def loading_device(cfg: ModelSettings, device: str) -> str:
+    """Where whole float32 weights lie first: of a base that is quantised only the packed ones reach an accelerator."""
+    return device if cfg.quantize == "none" else "cpu"
 
 
 def recompute_all(model: PreTrainedModel) -> None:

@@ -1,0 +1,118 @@
+"""A frozen base in 4-bit NormalFloat under LoRA adapters (QLoRA: Dettmers et al. 2023, arXiv:2305.14314), by
+bitsandbytes.
+
+A matrix is cut into blocks of 64 weights.  Of each are kept its largest magnitude a and, for every weight, the number
+of the nearest of 16 levels q_0 = -1 .. q_15 = 1, which are quantiles of a normal distribution:
+
+    w ~ a q_i        i = argmin_i |w / a - q_i|
+
+"Double quantisation" keeps a itself as 8 bits: its difference to the mean of all, in blocks of 256 with one float32
+each.  So a weight takes 4 + 8 / 64 + 32 / (64 * 256) = 4.127 bits.  A forward or backward pass makes the matrix anew
+in the compute type, multiplies, and drops it.
+
+What is trained, saved and published is exact for the quantised base: a merged weight is a q_i + B A in float32, and
+the reference is the quantised base with the adapter off.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from tutelage.errors import MissingExtraError, ModelError, installed
+
+BLOCK = 64
+"""Weights with one scale."""
+
+
+def require_bitsandbytes() -> None:
+    """Raises MissingExtraError where it is not installed."""
+    if not installed("bitsandbytes"):
+        raise MissingExtraError(
+            "model.quantize is nf4, and bitsandbytes is not installed", fix="pip install 'tutelage[qlora]'"
+        )
+
+
+def quantize(model: PreTrainedModel, dtype: torch.dtype, device: str = "cpu") -> int:
+    """Put all linear layers of `model` but its output head on `device` in NF4, in place, one after another; how many.
+
+    dtype   that they compute in.
+    Layers that are quantised already stay as they are.  Everything else stays where it is, in its precision.
+    Raises MissingExtraError without bitsandbytes, and ModelError for an architecture without plain linear layers.
+    """
+    require_bitsandbytes()
+    head = model.get_output_embeddings()
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
+    plain = {name: m for name, m in layers.items() if type(m) is nn.Linear}
+    strange = sorted({type(m).__name__ for m in layers.values() if not is_quantized(m) and type(m) is not nn.Linear})
+    if strange or not layers:
+        what = f"its linear layers are of class {', '.join(strange)}" if strange else "it has no linear layers"
+        raise ModelError(f"{type(model).__name__} cannot be quantised: {what}", fix="set model.quantize to none")
+    for name, layer in plain.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, _packed(layer, dtype, device))
+    return len(plain)
+
+
+def _packed(layer: nn.Linear, dtype: torch.dtype, device: str) -> nn.Module:
+    nn4 = _library().nn
+    made: nn.Module = nn4.Linear4bit(
+        layer.in_features,
+        layer.out_features,
+        bias=layer.bias is not None,
+        compute_dtype=dtype,
+        compress_statistics=True,
+        quant_type="nf4",
+        device="meta",
+    )
+    weight = nn4.Params4bit(
+        layer.weight.detach(), requires_grad=False, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
+    )
+    made.weight = weight.to(device)
+    made.register_parameter("bias", layer.bias)
+    # a processor with AVX512 bfloat16 would lay the base out anew, in place, at the first pass without gradient
+    made.support_avx512bf16_for_cpu = False
+    return made.train(layer.training)
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether a layer's weight is packed."""
+    return packed(getattr(module, "weight", None))
+
+
+def packed(weight: object) -> bool:
+    return getattr(weight, "quant_state", None) is not None
+
+
+def dense(weight: Tensor) -> Tensor:
+    """A weight as a matrix: a packed one in the precision that it had, another as it is."""
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        return weight
+    made: Tensor = _library().functional.dequantize_4bit(weight.data, state)
+    return made
+
+
+def dense_shape(weight: Tensor) -> tuple[int, ...]:
+    state = getattr(weight, "quant_state", None)
+    return tuple(weight.shape if state is None else state.shape)
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """A matrix after it was packed and made anew."""
+    functional = _library().functional
+    made, state = functional.quantize_4bit(weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
+    found: Tensor = functional.dequantize_4bit(made, state)
+    return found
+
+
+def _library() -> ModuleType:
+    """Imported at first use: it takes a second, and most runs never need it."""
+    import bitsandbytes
+
+    library: ModuleType = bitsandbytes
+    return library
