@@ -73,6 +73,22 @@ def test_pairs_are_never_cut_and_list_chosen_before_rejected():
     assert pairs.select(torch.tensor([1])).ids == ("b",)
 
 
+def test_parts_join_unless_only_some_of_them_have_a_column():
+    made = [
+        Pairs(Sequences.build([[1]], [[i]]), Sequences.build([[1]], [[9]]), torch.tensor([float(i)]), (str(i),))
+        for i in range(3)
+    ]
+    whole = Pairs.concat(made)
+    assert (whole.ids, whole.margin.tolist(), whole.ref_chosen_logp) == (("0", "1", "2"), [0.0, 1.0, 2.0], None)
+    logp = Ragged(torch.tensor([-0.5]), torch.tensor([1]))
+    every = [part.adding(ref_chosen_logp=logp) for part in made]
+    assert Pairs.concat(every).ref_chosen_logp.flat.tolist() == [-0.5] * 3
+    for missing in range(3):
+        parts = [*every[:missing], made[missing], *every[missing + 1 :]]
+        with pytest.raises(ShapeError, match="some of the parts have no ref_chosen_logp"):
+            Pairs.concat(parts)
+
+
 def test_minibatches_cover_every_item_once_per_epoch():
     pairs = Pairs(
         Sequences.build([[1]] * 5, [[2]] * 5),
