@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import warnings
 from pathlib import Path
 
 import model_kit as kit
@@ -214,6 +213,17 @@ def test_a_critic_from_the_policy_has_a_packed_base_of_its_own(folder):
     assert not ours & {s.data_ptr() for p in value.parameters() for s in storages(p)}
 
 
+def test_the_exported_folder_is_read_without_what_was_packed(folder, tmp_path):
+    """A scalar model's folder: head and merged backbone, as without a packed base."""
+    model = load_scalar_model(settings(folder), "reward", tokenizer=kit.WordTokenizer(), seed=4)
+    stirred(model, 5)
+    model.save_pretrained(tmp_path / "reward")
+    again = load_scalar_model(ModelConfig(path=str(tmp_path / "reward")), "reward", tokenizer=kit.WordTokenizer())
+    tokens = kit.sequences().tokens
+    with torch.no_grad():
+        torch.testing.assert_close(model.scores(tokens), again.scores(tokens), atol=2e-5, rtol=1e-5)
+
+
 # ---- memory
 
 
@@ -259,10 +269,8 @@ def shared(base: Path, reward: Path, **changes: object):
 
 def test_the_packed_base_is_in_memory_once(folder, tmp_path):
     reward = reward_folder(folder, tmp_path / "reward")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        made = shared(folder, reward)
-    assert made.obstacles == {}
+    made = shared(folder, reward)
+    assert (made.obstacles, made.cautions) == ({}, {})
     trees = [made.policy.model.base_model, made.critic.backbone, made.rewards[str(reward)].backbone]
     named = [dict(tree.named_parameters()) for tree in trees]
     for name, weight in named[0].items():
@@ -275,11 +283,21 @@ def test_the_packed_base_is_in_memory_once(folder, tmp_path):
         torch.testing.assert_close(made.rewards[str(reward)].scores(tokens), alone.scores(tokens), atol=2e-5, rtol=1e-5)
 
 
-def test_a_reward_model_of_the_base_before_it_was_packed_is_taken_with_a_warning(folder, tmp_path):
-    reward = reward_folder(folder, tmp_path / "reward", quantize="none")
-    with pytest.warns(UserWarning, match="before it was quantised"):
-        made = shared(folder, reward)
-    assert list(made.rewards) == [str(reward)]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.filterwarnings("ignore:this processor has no bfloat16")
+def test_a_reward_model_of_the_base_before_it_was_packed_is_taken_and_named(folder, tmp_path, dtype):
+    reward = reward_folder(folder, tmp_path / "reward", quantize="none", dtype=dtype)
+    made = shared(folder, reward)
+    assert list(made.rewards) == list(made.cautions) == [str(reward)]
+    assert "before it was quantised" in made.cautions[str(reward)]
+
+
+@pytest.mark.filterwarnings("ignore:this processor has no bfloat16")
+def test_a_packed_reward_model_that_was_trained_in_bfloat16_fits(folder, tmp_path):
+    """Embeddings and norms are rounded to bfloat16 there, packed matrices are not."""
+    reward = reward_folder(folder, tmp_path / "reward", dtype="bfloat16")
+    made = shared(folder, reward)
+    assert (made.obstacles, made.cautions) == ({}, {})
 
 
 def test_a_reward_model_of_a_packed_base_is_no_adapter_on_the_whole_one(folder, tmp_path):
@@ -302,6 +320,12 @@ def test_an_architecture_without_plain_linear_layers_is_refused(tmp_path):
     kit.build("gpt2").save_pretrained(tmp_path / "gpt2")
     with pytest.raises(ModelError, match=r"Conv1D.*\n?.*model.quantize to none"):
         load_causal_lm(settings(tmp_path / "gpt2"), kit.WordTokenizer())
+
+
+def test_an_architecture_that_reads_a_layers_weight_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(quantize, "READ_WEIGHTS", frozenset({"llama"}))
+    with pytest.raises(ModelError, match="reads the weight of a linear layer"):
+        load_causal_lm(settings(folder), kit.WordTokenizer())
 
 
 def test_without_the_package_its_extra_is_named(folder, monkeypatch):

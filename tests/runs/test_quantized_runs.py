@@ -10,10 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tutelage.build import check_recipe, ready, resume_run
+from tutelage.build import check_recipe, layouts, resume_run
+from tutelage.build.critic import starting_point
+from tutelage.build.generation import first_weights_are_published
+from tutelage.build.kit import Facts, Kit
 from tutelage.config import load_checked
-from tutelage.errors import ConfigError, DataError, MissingExtraError
-from tutelage.models import quantize
+from tutelage.errors import ConfigError, DataError, MissingExtraError, ModelError
+from tutelage.layout import Place
+from tutelage.models import lora, quantize
 from tutelage.reports.metrics_log import read_events, read_metrics
 
 pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
@@ -89,8 +93,8 @@ def test_what_a_dpo_reference_said_of_the_whole_base_is_not_taken_for_the_packed
     [
         (("model.quantize=nf4", "model.lora_rank=0"), "model.lora_rank is above 0"),
         (("model.quantize=nf8", "model.lora_rank=4"), "nf4"),
-        ((*QLORA, *RAY, "cluster.layout.default.shard=2"), "model.quantize is nf4"),
-        ((*QLORA, *RAY, "cluster.layout.critic.tensor=2"), "the layout of critic"),
+        ((*QLORA, *RAY, "cluster.layout.default.shard=2"), "the layout of actor"),
+        ((*QLORA, *RAY, "cluster.layout.critic.context=2"), "the layout of critic"),
         ((*QLORA, "rollout.engine=vllm", "rollout.vllm.lora=adapter"), "rollout.vllm.lora=merged"),
     ],
 )
@@ -101,8 +105,55 @@ def test_refused_before_anything_is_loaded(ppo_overrides, tmp_path, given, said)
     assert "quantize" in str(error.value)
 
 
+def test_an_architecture_is_refused_before_its_weights_are_read(ppo_overrides, tmp_path, tiny_gpt2_folder):
+    with pytest.raises(ModelError, match="Conv1D"):
+        checked(tmp_path, "ppo", *ppo_overrides, *RULES, *QLORA, f"model.path={tiny_gpt2_folder}")
+
+
+def config(tmp_path: Path, algorithm: str, *given: str) -> Any:
+    (tmp_path / "recipe.yaml").write_text(f"algorithm: {algorithm}\n")
+    last = {text.split("=", 1)[0]: text for text in given}
+    return load_checked(str(tmp_path / "recipe.yaml"), list(last.values()))[0].config
+
+
+def test_a_layout_of_a_role_that_the_stage_lacks_is_no_matter(ppo_overrides, tmp_path):
+    given = (*QLORA, *RAY, "cluster.layout.critic.shard=2")
+    cfg = config(tmp_path, "ppo", *ppo_overrides, *RULES, *given)
+    layouts.require_whole_base(cfg, ("actor", "reference"))
+    with pytest.raises(ConfigError, match="the layout of critic"):
+        layouts.require_whole_base(cfg, ("actor", "critic"))
+
+
+def test_engines_that_hold_the_whole_base_get_the_packed_ones_weights_first(ppo_overrides, tmp_path):
+    def first(*given: str) -> bool:
+        return first_weights_are_published(config(tmp_path, "ppo", *ppo_overrides, *RULES, *given))
+
+    elsewhere = (*RAY, "cluster.pools.other.devices=2", "cluster.place.rollout=other")
+    assert not first("model.lora_rank=4", *elsewhere)
+    assert not first(*QLORA)
+    assert first(*QLORA, *elsewhere)
+    assert first(*QLORA, "rollout.engine=vllm")
+    assert not first("model.lora_rank=4", "rollout.engine=vllm")
+
+
+def test_a_reference_elsewhere_is_the_actors_base_and_a_generator_elsewhere_is_whole(ppo_overrides, tmp_path):
+    cfg = config(tmp_path, "ppo", *ppo_overrides, *RULES, *QLORA)
+    kit = Kit(Facts(cfg, 1), ("actor", "reference"), Place())
+    packed = [n for n, m in kit.policy.model.named_modules() if quantize.is_quantized(m) and ".base_layer" in n]
+    assert packed
+    reference, generator = kit.frozen_policy("reference", as_trained=True), kit.frozen_policy("rollout")
+    ours = {lora.plain_name(n): w for n, w in kit.policy.masters.full_precision().items()}
+    theirs = reference.masters.full_precision()
+    assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
+    assert sum(quantize.is_quantized(m) for m in reference.model.modules()) == len(packed)
+    assert not any(quantize.is_quantized(m) for m in generator.model.modules())
+    critic, _ = starting_point(kit)
+    for name, weight in critic.masters.full_precision().items():
+        if name.startswith("backbone.") and ".lora_" not in name:
+            assert torch.equal(weight, ours[f"model.{lora.plain_name(name).removeprefix('backbone.')}"]), name
+
+
 def test_without_the_package_check_names_the_extra(ppo_overrides, tmp_path, monkeypatch):
     monkeypatch.setattr(quantize, "installed", lambda name: name != "bitsandbytes")
-    assert ready.require_bitsandbytes is quantize.require_bitsandbytes
     with pytest.raises(MissingExtraError, match=r"tutelage\[qlora\]"):
         checked(tmp_path, "ppo", *ppo_overrides, *RULES, *QLORA)

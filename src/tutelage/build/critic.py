@@ -77,8 +77,9 @@ def reward_mixed(kit: Kit) -> bool:
 
 
 def _from(kit: Kit, reward: ScalarModel | None, path: str) -> ScalarModel:
-    """A copy of what this process holds already; of weights that are spread over ranks, the same folder once more."""
-    if kit.sharding("critic") is not None:
+    """A copy of what this process holds already; of weights that are spread over ranks or quantised, the same folder
+    once more."""
+    if kit.sharding("critic") is not None or kit.cfg.model.quantize != "none":
         return _loaded(kit, path)
     if reward is not None:
         return value_from(reward, kit.cfg.model, seed=kit.cfg.seed)

@@ -126,8 +126,13 @@ def routed(cfg: Any, handles: dict[str, Any]) -> dict[str, Any]:
 
 
 def first_weights_are_published(cfg: Any) -> bool:
-    """Whether the engine read no weights at its start, so that the actor's must come before it is asked anything."""
-    return hasattr(cfg, "rollout") and cfg.rollout.engine == "vllm" and cfg.rollout.vllm.load == "publication"
+    """Whether the actor's weights must come before the engine is asked anything: it read none at its start, or the
+    folder's, where the actor's base is those quantised."""
+    if not hasattr(cfg, "rollout"):
+        return False
+    serves = cfg.rollout.engine == "vllm"
+    other = cfg.model.quantize != "none" and (serves or generates_elsewhere(cfg))
+    return other or (serves and cfg.rollout.vllm.load == "publication")
 
 
 def connect(cfg: Any, handles: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tutelage.build.generation import ROLLOUT, generates_elsewhere
-from tutelage.config import AnyConfig, DistillConfig
+from tutelage.config import AnyConfig, DistillConfig, RewardModelConfig
 from tutelage.errors import ConfigError
 from tutelage.models.load import load_config
 from tutelage.models.parallel.pipeline import pipeline_obstacle
@@ -17,6 +17,7 @@ def require_layouts(cfg: AnyConfig, roles: tuple[str, ...]) -> None:
     """Raises ConfigError for a role whose model cannot be cut so, or that cannot generate so."""
     if cfg.cluster.transport == "local":
         return
+    require_whole_base(cfg, roles)
     for role, path in models_of(cfg, roles).items():
         layout = cfg.cluster.layout_of(role)
         if layout.size == 1:
@@ -34,6 +35,21 @@ def require_layouts(cfg: AnyConfig, roles: tuple[str, ...]) -> None:
                     fix=f"change cluster.layout of {role}, or cluster.pools.{cfg.cluster.pool_of(role)}.devices",
                 )
     require_generation(cfg)
+
+
+def require_whole_base(cfg: AnyConfig, roles: tuple[str, ...]) -> None:
+    """A weight that is cut over ranks is not packed."""
+    if cfg.model.quantize == "none":
+        return
+    based = ("reward",) if isinstance(cfg, RewardModelConfig) else ("actor", "critic", "reference")
+    for role in (role for role in based if role in roles):
+        layout, offload = cfg.cluster.layout_of(role), cfg.cluster.settings_of(role).offload
+        if offload or layout.size > layout.replicate:
+            raise ConfigError(
+                f"model.quantize is {cfg.model.quantize}, and the layout of {role} is "
+                f"{'offload' if offload else layout}: a weight that is cut over ranks is not packed",
+                fix="use replicas alone (cluster.layout with replicate), or set model.quantize to none",
+            )
 
 
 def require_generation(cfg: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModel
 
 from tutelage.build.data import StageData
 from tutelage.build.device import device
@@ -18,7 +19,7 @@ from tutelage.errors import ClusterError, ConfigError, ModelError
 from tutelage.evals.answers import first_prompts
 from tutelage.models.load import load_config
 from tutelage.models.paths import base_of_adapter
-from tutelage.models.quantize import require_bitsandbytes
+from tutelage.models.quantize import obstacle, require_bitsandbytes
 
 PACKAGES = frozenset({"pip", "uv", "conda", "image_uri", "container"})
 """Keys of a runtime environment that may bring packages which are not installed here."""
@@ -41,6 +42,7 @@ def require_extras(cfg: AnyConfig) -> None:
 def require_ready(cfg: AnyConfig, data: StageData, roles: tuple[str, ...]) -> None:
     """Raises ModelError, ConfigError, ClusterError or RolloutError for what building would refuse."""
     require_embeddings(cfg, data)
+    require_quantizable(cfg)
     require_layouts(cfg, roles)
     require_code(cfg)
     require_room(cfg, roles)
@@ -60,6 +62,16 @@ def require_embeddings(cfg: AnyConfig, data: StageData) -> None:
             f"the tokenizer of {path} has {tokens} tokens, the model {embeddings} embeddings",
             fix="use the tokenizer that the model was trained with",
         )
+
+
+def require_quantizable(cfg: AnyConfig) -> None:
+    """Looks at the architecture alone: a model without storage is made of the configuration."""
+    if cfg.model.quantize == "none" or base_of_adapter(cfg.model.path):
+        return
+    with torch.device("meta"):
+        why = obstacle(AutoModel.from_config(load_config(cfg.model.path)))
+    if why is not None:
+        raise ModelError(f"{cfg.model.path} cannot be quantised: {why}", fix="set model.quantize to none")
 
 
 def require_code(cfg: AnyConfig) -> None:

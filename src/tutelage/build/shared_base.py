@@ -9,6 +9,7 @@ from typing import Any
 from tutelage.build.critic import critic_obstacle, require_start
 from tutelage.build.data import load_template
 from tutelage.build.kit import Kit
+from tutelage.engines.held import storages
 from tutelage.errors import ConfigError, ModelError
 from tutelage.models.heads import ScalarModel
 from tutelage.models.load import load_config, load_tokenizer
@@ -123,8 +124,10 @@ def shared_models(kit: Kit) -> SharedModels:
             refused = _refused(folder, why)
             raise ModelError(refused.what, fix=refused.fix)
         kit.notes.append(f"reward model {folder} is a model of its own: {why}")
+    for folder, caution in made.cautions.items():
+        kit.notes.append(f"reward model {folder}: {caution}")
     on_it = [*(role for role in ROLES if role in kit.names), *(f"reward model {folder}" for folder in made.rewards)]
-    size = sum(weight.nbytes for weight in made.base().values()) / 1e6
+    size = sum(s.nbytes() for weight in made.base().values() for s in storages(weight)) / 1e6
     kit.notes.append(f"one frozen base of {size:.1f} MB for {', '.join(on_it)}")
     return made
 

@@ -76,23 +76,7 @@ def cluster_problems(config: AnyConfig, where: Mapping[str, object]) -> list[str
         problems += _reward_model_problems(config, cluster.layout_of("reward"), where)
     if isinstance(config, SFTConfig):
         problems += _noise_problems(config, cluster.layout_of("actor"), where)
-    return problems + _quantize_problems(config, where)
-
-
-def _quantize_problems(config: AnyConfig, where: Mapping[str, object]) -> list[str]:
-    """A weight that is cut over ranks is not packed."""
-    if config.model.quantize == "none":
-        return []
-    cluster = config.cluster
-    for role in ("reward",) if isinstance(config, RewardModelConfig) else ("actor", "critic", "reference"):
-        layout, offload = cluster.layout_of(role), cluster.settings_of(role).offload
-        if offload or max(layout.shard, layout.tensor, layout.pipeline) > 1:
-            return [
-                f"model.quantize is {config.model.quantize}{at('model.quantize', where)} and the layout of {role} is "
-                f"{'offload' if offload else layout}: a weight that is cut over ranks is not packed; use replicas "
-                "(cluster.layout without shard, tensor, pipeline and offload), or model.quantize=none"
-            ]
-    return []
+    return problems
 
 
 def _noise_problems(config: SFTConfig, layout: Layout, where: Mapping[str, object]) -> list[str]:

@@ -97,6 +97,12 @@ def named_weights(
         yield name.removeprefix(prefix), weight
 
 
+def adapter_weights(module: nn.Module, masters: MasterWeights, prefix: str = "") -> dict[str, Tensor]:
+    """The adapters' weights alone, in float32, whole on this rank, by their names in the model."""
+    named = ((name, p) for name, p in module.named_parameters() if ".lora_" in name and name.startswith(prefix))
+    return {name.removeprefix(prefix): masters.wide(name, parameter) for name, parameter in named}
+
+
 def of_all_stages(weights: Iterator[tuple[str, Tensor]], stages: Stages | None) -> Iterator[tuple[str, Tensor]]:
     """The weights of one pipeline stage -> those of all stages, on each; collective."""
     return weights if stages is None else stages.stream(weights)

@@ -29,9 +29,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tutelage.errors import ModelError, ShapeError
 from tutelage.models.computation import Computation
-from tutelage.models.export import Writers, named_weights, of_all_stages, write_folder, write_shards
+from tutelage.models.export import Writers, adapter_weights, named_weights, of_all_stages, write_folder, write_shards
 from tutelage.models.features import FeatureCache
-from tutelage.models.lora import merged_weights, plain_copy, save_adapter
+from tutelage.models.lora import plain_copy, save_adapter
 from tutelage.models.paths import HEAD_FILE, is_local, load_config, loading, local_path, read_json
 from tutelage.models.precision import MasterWeights
 from tutelage.models.sharding import Sharding
@@ -180,12 +180,9 @@ class ScalarModel(nn.Module):
     def save_pretrained(self, folder: Path) -> None:
         """A Hugging Face folder: the backbone, the head in the same safetensors (`score.weight`, `score.bias`), and
         `tutelage_head.json`. With LoRA the merged weights, and the adapter alone in `adapter/`."""
-        weights = self.weights("backbone.")
         if self.adapted is not None:
-            save_adapter(self.adapted, weights, folder / "adapter")
-            weights = merged_weights(self.backbone, weights)
-        for name, layer in self._layers():
-            weights |= {f"{name}.{leaf}": w.detach() for leaf, w in layer.named_parameters()}
+            save_adapter(self.adapted, adapter_weights(self, self.masters, BACKBONE), folder / "adapter")
+        weights = {name: weight.cpu() for name, weight in self.named_weights()}
         write_folder(self.backbone, weights, self.tokenizer, folder)
         self._write_head_file(folder)
 

@@ -17,8 +17,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tutelage.errors import ModelError
 from tutelage.models.computation import Computation
-from tutelage.models.export import Writers, named_weights, of_all_stages, write_folder, write_shards
-from tutelage.models.lora import merged_weights, plain_copy, save_adapter
+from tutelage.models.export import (
+    Writers,
+    adapter_weights,
+    named_weights,
+    of_all_stages,
+    write_folder,
+    write_shards,
+)
+from tutelage.models.lora import plain_copy, save_adapter
 from tutelage.models.meta import fill, hollow
 from tutelage.models.parallel.vocabulary import VocabularyParallel
 from tutelage.models.precision import MasterWeights
@@ -112,11 +119,11 @@ class LanguageModel:
 
     def save_pretrained(self, folder: Path) -> None:
         """An ordinary Hugging Face folder in float32, tokenizer included; with LoRA the merged weights, and the adapter
-        alone in `adapter/`. The running model is left as it is."""
-        weights = self.masters.full_precision()
+        alone in `adapter/`. The running model is left as it is; an accelerator holds one merged weight at a time."""
         if self.adapted is not None:
-            save_adapter(self.adapted, weights, folder / "adapter")
-            weights = merged_weights(self.model, weights)
+            save_adapter(self.adapted, adapter_weights(self.model, self.masters), folder / "adapter")
+        every = named_weights(self.model, self.masters, adapter_only=False, tied=False)
+        weights = {name: weight.cpu() for name, weight in every}
         write_folder(self.model, weights, self.tokenizer, folder)
 
     def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:

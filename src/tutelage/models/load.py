@@ -95,7 +95,8 @@ def load_causal_lm(
     sharding: spread over ranks, every one of which calls this; none ever holds all weights.  `device` is its device.
     frozen: with a sharding, weights rest in the compute type, since nothing is trained.
     Raises ModelNotFoundError; ModelError for an architecture that cannot be trained here, for weights that are missing
-    from the folder, and for a tokenizer with more tokens than the model has embeddings.
+    from the folder, for a tokenizer with more tokens than the model has embeddings, and for a quantised base that is
+    spread over ranks; as `quantize.quantize`.
     """
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(cfg.path)
     if sharding is not None:

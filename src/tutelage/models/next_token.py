@@ -1,9 +1,6 @@
 """The logits from which the next tokens are drawn: the model's own, the output layer in blocks where that is faster.
 
 Shapes: b rows, N packed tokens, V vocabulary, H hidden.
-
-A product of few rows with a matrix of many columns is slow in a CPU's library as one call; in blocks of columns, each
-of which stays in the cache, it is 1.2 to 1.5 times as fast (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -15,11 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tutelage.models.language_model import backbone_of, logits_function
-
-BLOCK = 1024
-"""Columns of a block."""
-FEWEST_ROWS, MOST_ROWS = 4, 256
-"""Fewer are a product of a matrix with vectors, more fill the library's own blocks."""
+from tutelage.models.thin_products import thin_product
 
 
 def next_token_logits(model: nn.Module, keep: int | Tensor, **inputs: Any) -> Tensor:
@@ -36,19 +29,7 @@ def next_token_logits(model: nn.Module, keep: int | Tensor, **inputs: Any) -> Te
     hidden: Tensor = backbone_of(model)(**inputs).last_hidden_state
     hidden = hidden[:, -keep:] if isinstance(keep, int) else hidden[:, keep]
     weight_VH, bias_V = head
-    return blocked_product(hidden.flatten(0, 1), weight_VH, bias_V).view(*hidden.shape[:2], -1)
-
-
-def blocked_product(hidden_bH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
-    """(b, V) hidden @ weight.T + bias, block by block into one tensor where the rows are few."""
-    rows, columns = hidden_bH.shape[0], weight_VH.shape[0]
-    if not FEWEST_ROWS <= rows <= MOST_ROWS:
-        return nn.functional.linear(hidden_bH, weight_VH, bias_V)
-    out_bV = hidden_bH.new_empty((rows, columns))
-    for first in range(0, columns, BLOCK):
-        block = slice(first, first + BLOCK)
-        torch.mm(hidden_bH, weight_VH[block].t(), out=out_bV[:, block])
-    return out_bV if bias_V is None else out_bV.add_(bias_V)
+    return thin_product(hidden.flatten(0, 1), weight_VH, bias_V).view(*hidden.shape[:2], -1)
 
 
 def _plain_head(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:

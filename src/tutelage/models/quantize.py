@@ -27,6 +27,8 @@ from tutelage.errors import MissingExtraError, ModelError, installed
 
 BLOCK = 64
 """Weights with one scale."""
+READ_WEIGHTS = frozenset({"deepseek_v32", "glm_moe_dsa", "axk2", "gemma3n", "gemma3n_text"})
+"""Architectures of transformers whose code casts to, or changes, a linear layer's weight: a packed one is bytes."""
 
 
 def require_bitsandbytes() -> None:
@@ -45,17 +47,34 @@ def quantize(model: PreTrainedModel, dtype: torch.dtype, device: str = "cpu") ->
     Raises MissingExtraError without bitsandbytes, and ModelError for an architecture without plain linear layers.
     """
     require_bitsandbytes()
-    head = model.get_output_embeddings()
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
-    plain = {name: m for name, m in layers.items() if type(m) is nn.Linear}
-    strange = sorted({type(m).__name__ for m in layers.values() if not is_quantized(m) and type(m) is not nn.Linear})
-    if strange or not layers:
-        what = f"its linear layers are of class {', '.join(strange)}" if strange else "it has no linear layers"
-        raise ModelError(f"{type(model).__name__} cannot be quantised: {what}", fix="set model.quantize to none")
-    for name, layer in plain.items():
+    why = obstacle(model)
+    if why is not None:
+        raise ModelError(f"{type(model).__name__} cannot be quantised: {why}", fix="set model.quantize to none")
+    names = [name for name, layer in _layers(model) if not is_quantized(layer)]
+    for name in names:
         owner, _, leaf = name.rpartition(".")
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
         setattr(model.get_submodule(owner), leaf, _packed(layer, dtype, device))
-    return len(plain)
+    return len(names)
+
+
+def obstacle(model: PreTrainedModel) -> str | None:
+    """Why an architecture cannot be packed, which shows without its weights too; None where it can."""
+    layers = [layer for _, layer in _layers(model) if not is_quantized(layer)]
+    strange = sorted({type(layer).__name__ for layer in layers if type(layer) is not nn.Linear})
+    if strange:
+        return f"its linear layers are of class {', '.join(strange)}"
+    kind = model.config.get_text_config().model_type
+    if kind in READ_WEIGHTS:
+        return f"the code of {kind} reads the weight of a linear layer beside the layer's own product"
+    return None if layers or any(is_quantized(m) for m in model.modules()) else "it has no linear layers"
+
+
+def _layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """All linear layers but the output head, by name."""
+    head = model.get_output_embeddings()
+    return [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
 
 
 def _packed(layer: nn.Linear, dtype: torch.dtype, device: str) -> nn.Module:

@@ -17,7 +17,6 @@ besides, of one role at a time.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,12 +65,14 @@ class SharedModels:
     """critic    None where none was asked for.
     rewards   by folder.
     obstacles why a folder's reward model cannot be an adapter on this base, by folder.
+    cautions  what is not quite the same for one that is, by folder.
     """
 
     policy: LanguageModel
     critic: ScalarModel | None
     rewards: Mapping[str, ScalarModel]
     obstacles: Mapping[str, str]
+    cautions: Mapping[str, str]
 
     def base(self) -> dict[str, Tensor]:
         """The shared weights, by their names in the actor's model."""
@@ -93,8 +94,8 @@ def load_shared_base(
     was not is in `obstacles` of what is returned.
     critic: where the critic starts; None: there is no critic.  A new adapter has the rank of `cfg`, a copied one the
     reward model's.
-    A base that is quantised is one for all; a reward model that was trained on it as it was before is taken, with a
-    warning, since its scores are not quite the same.
+    A base that is quantised is one for all.  A reward model that was trained on it as it was before is taken, and
+    named in `cautions`.
     Raises as `load.load_causal_lm`, and ModelError for `lora_rank` 0.
     """
     if cfg.lora_rank < 1:
@@ -104,15 +105,16 @@ def load_shared_base(
         )
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(cfg.path)
     model, trunk = bare_policy(cfg, tokenizer, loading_device(cfg, device))
-    found = {folder: _obstacle(trunk, folder, cfg) for folder in rewards or {}}
-    obstacles = {folder: why for folder, why in found.items() if why is not None}
+    found = {folder: _fit(trunk, folder, cfg, device) for folder in rewards or {}}
+    obstacles = {folder: one.obstacle for folder, one in found.items() if one.obstacle is not None}
+    cautions = {folder: one.caution for folder, one in found.items() if one.caution is not None}
     pack(model, cfg, device)
     made = {
         folder: _reward(trunk, folder, own).to(device)
         for folder, own in (rewards or {}).items()
         if folder not in obstacles
     }
-    value = None if critic is None else _critic(trunk, cfg, critic(made), made, tokenizer, seed).to(device)
+    value = None if critic is None else _critic(trunk, cfg, critic(made), made, tokenizer, seed, device).to(device)
     adapted = prepare(model, cfg, seed, device)
     trunk.recompute = recompute_of(trunk.model, cfg)
     dtype = compute_dtype(cfg.dtype, device)
@@ -120,7 +122,7 @@ def load_shared_base(
         heads = tuple(name for name, _ in scalar.named_children() if name != "backbone")
         scalar.masters = MasterWeights(scalar, dtype, keep=heads)
     policy = LanguageModel(model, trunk, tokenizer, MasterWeights(model, dtype), adapted)
-    return SharedModels(policy, value, made, obstacles)
+    return SharedModels(policy, value, made, obstacles, cautions)
 
 
 def twin(model: Model) -> Model:
@@ -138,10 +140,11 @@ def _critic(
     rewards: Mapping[str, ScalarModel],
     tokenizer: PreTrainedTokenizerBase | None,
     seed: int,
+    device: str,
 ) -> ScalarModel:
     if start is None:
         backbone = twin(trunk.model)
-        adapted = prepare(backbone, cfg, seed)
+        adapted = prepare(backbone, cfg, seed, device)
         head = fresh_head("value", trunk.hidden_size, "last", seed)
         own = Trunk(backbone, trunk.layout, trunk.causal, recompute=recompute_of(backbone, cfg))
         return ScalarModel(own, head.layers, "value", "last", None, tokenizer, adapted)
@@ -183,25 +186,34 @@ def folder_obstacle(folder: str, base: PreTrainedConfig) -> str | None:
     return None
 
 
-def _obstacle(trunk: Trunk, folder: str, cfg: ModelSettings) -> str | None:
-    """Why the reward model of a folder cannot be on the base, which is not quantised yet."""
+@dataclass(frozen=True)
+class _Fit:
+    """Of a reward model to the base: why it cannot stand on it, or what is not quite the same if it does."""
+
+    obstacle: str | None = None
+    caution: str | None = None
+
+
+def _fit(trunk: Trunk, folder: str, cfg: ModelSettings, device: str) -> _Fit:
+    """The base is not quantised yet; device: where it will be."""
     obstacle = folder_obstacle(folder, trunk.model.config)
     if obstacle is not None:
-        return obstacle
+        return _Fit(obstacle)
     head = saved_head(folder)
     assert head is not None, "the folder has a head file"
     if head.kind != "reward":
-        return f"it is a {head.kind} model"
+        return _Fit(f"it is a {head.kind} model")
     backbone = _cut(trunk, folder)
     try:
         _adapter_of(backbone, folder, trained=False)
     except (RuntimeError, ValueError) as problem:  # sizes that differ, layers that are not there
-        return f"its adapter does not fit the policy's matrices: {str(problem).strip().splitlines()[-1].strip()}"
-    return _another_base(backbone, folder, cfg)
+        why = str(problem).strip().splitlines()[-1].strip()
+        return _Fit(f"its adapter does not fit the policy's matrices: {why}")
+    return _compared(backbone, folder, cfg, device)
 
 
 def _reward(trunk: Trunk, folder: str, tokenizer: PreTrainedTokenizerBase | None) -> ScalarModel:
-    """The reward model of a folder, which `_obstacle` has nothing against, on the base."""
+    """The reward model of a folder that fits, on the base."""
     head = saved_head(folder)
     assert head is not None, "the folder has a head file"
     backbone = _cut(trunk, folder)
@@ -227,37 +239,44 @@ def _adapter_of(backbone: PreTrainedModel, folder: str, *, trained: bool) -> Pef
 
 
 @torch.no_grad()
-def _another_base(backbone: PreTrainedModel, folder: str, cfg: ModelSettings) -> str | None:
-    """Why the folder's merged weights are not base + adapter, or None where they are.
+def _compared(backbone: PreTrainedModel, folder: str, cfg: ModelSettings, device: str) -> _Fit:
+    """Whether the folder's merged weights are base + adapter.
 
     Compared is every weight: one without an adapter to the bit, one with an adapter up to rounding.  A model that was
     trained in bfloat16 has merged weights of a base that is rounded to it, one that was trained on a quantised base
     those of that.
     """
     stored = StoredWeights.of(folder, weight_files(folder), backbone.base_model_prefix)
-    if cfg.quantize != "none" and _difference(backbone, stored, _Rounding(packed=True)) is None:
-        return None
-    found = [_difference(backbone, stored, _Rounding(dtype)) for dtype in (torch.float32, torch.bfloat16)]
-    if None not in found:
-        return f"it was trained on another base: {found[0]}"
+    dtypes = (torch.float32, torch.bfloat16)
     if cfg.quantize != "none":
-        warnings.warn(
-            f"the reward model {folder} was trained on the base before it was quantised: its scores on the quantised "
-            "one differ a little; train it with model.quantize too, or set reward.shared_base to false",
-            stacklevel=2,
-        )
-    return None
+        packings = [_difference(backbone, stored, _Rounding(dtype, device)) for dtype in dtypes]
+        if None in packings:
+            return _Fit()
+    found = [_difference(backbone, stored, _Rounding(dtype)) for dtype in dtypes]
+    if None not in found:
+        return _Fit(f"it was trained on another base: {found[0]}")
+    if cfg.quantize == "none":
+        return _Fit()
+    return _Fit(
+        caution="it was trained on the base before it was quantised, so its scores differ a little here; train it with "
+        "model.quantize too, or set reward.shared_base to false"
+    )
 
 
 @dataclass(frozen=True)
 class _Rounding:
-    """How a base's weights were rounded before something was trained on them."""
+    """How a base's weights were rounded before something was trained on them.
+
+    packed_on  the device that quantised those with an adapter; None: nothing was.
+    """
 
     dtype: torch.dtype = torch.float32
-    packed: bool = False
+    packed_on: str | None = None
 
-    def __call__(self, weight: Tensor, in_adapter: bool) -> Tensor:
-        return rounded(weight.float()) if self.packed and in_adapter else weight.to(self.dtype).float()
+    def __call__(self, weight: Tensor, with_adapter: bool) -> Tensor:
+        if with_adapter and self.packed_on is not None:
+            return rounded(weight.float().to(self.packed_on)).to(weight.device)
+        return weight.to(self.dtype).float()
 
 
 def _difference(backbone: PreTrainedModel, stored: StoredWeights, rounding: _Rounding) -> str | None:

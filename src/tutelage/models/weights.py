@@ -41,7 +41,10 @@ class ModelSettings(Protocol):
 
 
 def prepare(model: PreTrainedModel, cfg: ModelSettings, seed: int, device: str = "cpu") -> PeftModel | None:
-    """Activation checkpointing, a quantised base on `device`, and LoRA, as the settings say; in place."""
+    """Activation checkpointing, a quantised base on `device`, and LoRA, as the settings say; in place.
+
+    Raises as `recompute_all`, `quantize.quantize` and `lora.attach`.
+    """
     if cfg.gradient_checkpointing:
         recompute_all(model)
     pack(model, cfg, device)

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tutelage.errors import RolloutError
 from tutelage.models.next_token import next_token_logits
+from tutelage.models.thin_products import ThinLayers
 from tutelage.rollout.inprocess.admission import Admission, Queue, Request
 from tutelage.rollout.inprocess.cache import PagedCache
 from tutelage.rollout.inprocess.pages import PageTable, Prefix
@@ -113,6 +115,7 @@ class ContinuousBatch:
         self.params = params
         self.stopping = stopping
         self.device = device
+        self._thin = ThinLayers(model, besides=_output_head(model))
         self.queue = Queue(requests, params.max_new_tokens, bounds.slots, bounds.prefill)
         page = _page_that_fits(self.queue, bounds.tokens)
         pages = min(bounds.tokens // page, self.queue.pages_needed(page))
@@ -220,15 +223,16 @@ class ContinuousBatch:
         fresh = torch.tensor(table.extend(), dtype=torch.int64).to(self.device)
         step = table.layout(self.device).at(rows.prompt_len, rows.own_len, table.page, table.longest)
         self.cache.begin_decode(step, fresh)
-        logits_b1V = next_token_logits(
-            self.model,
-            1,
-            input_ids=rows.token[:, None],
-            position_ids=(rows.prompt_len + rows.own_len)[:, None],
-            past_key_values=self.cache,
-            use_cache=True,
-            paged_step=step,
-        )
+        with self._thin.in_blocks():
+            logits_b1V = next_token_logits(
+                self.model,
+                1,
+                input_ids=rows.token[:, None],
+                position_ids=(rows.prompt_len + rows.own_len)[:, None],
+                past_key_values=self.cache,
+                use_cache=True,
+                paged_step=step,
+            )
         table.advance()
         grown = Running(rows.request, rows.key, rows.token, rows.done, rows.prompt_len, rows.own_len + 1)
         return self._sample(logits_b1V[:, 0], grown, self._numbers, None, before=None)
@@ -284,6 +288,11 @@ class ContinuousBatch:
             f"{int(self.lens[number])}",
             fix="the weights hold NaN or infinity, or overflow in this dtype: look at the last updates, or use float32",
         )
+
+
+def _output_head(model: nn.Module) -> nn.Module | None:
+    """`next_token_logits` multiplies with it itself."""
+    return model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
 
 
 def _page_that_fits(queue: Queue, tokens: int) -> int:
