@@ -94,7 +94,7 @@ def _packed(layer: nn.Linear, dtype: torch.dtype, device: str) -> nn.Module:
     made.weight = weight.to(device)
     made.register_parameter("bias", layer.bias)
     # a processor with AVX512 bfloat16 would lay the base out anew, in place, at the first pass without gradient
-    made.support_avx512bf16_for_cpu = False
+    setattr(made, "support_avx512bf16_for_cpu", False)  # noqa: B010 - the module's type is not known here
     return made.train(layer.training)
 
 

@@ -52,7 +52,8 @@ class ThinLayers:
     def __init__(self, model: nn.Module, besides: nn.Module | None = None) -> None:
         """besides: a layer that is left out, such as the output head."""
         found = [] if torch.get_num_threads() < 2 else [m for m in model.modules() if m is not besides]
-        self._forwards = {layer: _forward(layer, block) for layer in found if (block := _block_of(layer)) is not None}
+        plain = [module for module in found if isinstance(module, nn.Linear)]
+        self._forwards = {layer: _forward(layer, block) for layer in plain if (block := _block_of(layer)) is not None}
 
     def __len__(self) -> int:
         return len(self._forwards)
@@ -69,7 +70,7 @@ class ThinLayers:
                 del layer.__dict__["forward"]
 
 
-def _block_of(module: nn.Module) -> int | None:
+def _block_of(module: nn.Linear) -> int | None:
     """The size of a layer's blocks; None where it is left as it is."""
     if type(module) is not nn.Linear or "forward" in vars(module):
         return None
