@@ -28,6 +28,8 @@ from tutelage.demo.language import every_sentence
 from tutelage.types import Pairs, Sequences
 
 LR = 1e-6
+ROLLOUT_TOKENS = 2048
+"""Of a micro-batch of the stages that generate: about the 8 rows that TRL takes there."""
 HERE = Path(__file__).resolve().parent
 
 
@@ -169,9 +171,9 @@ def recipe(source: Source, name: str, algorithm: str, **sections: Any) -> tuple[
         "name": name,
         "seed": source.seed,
         "output_dir": str(source.scratch / "runs"),
-        "optim": {"lr": LR, "schedule": "constant"},
         **sections,
     }
+    body["optim"] = {"lr": LR, "schedule": "constant"} | body.get("optim", {})
     body["model"] = {"path": str(source.model), "dtype": source.dtype, "chat_template": source.template} | body.get(
         "model", {}
     )
@@ -303,6 +305,7 @@ def rollout_step(
         rollout={"prompts_per_step": prompts, "samples_per_prompt": samples, "max_new_tokens": tokens},
         grpo={"epochs": 1, "minibatches": 1, "aggregation": "seq_mean_token_mean", "estimator": estimator},
         kl={"coef": kl},
+        optim={"tokens_per_micro_batch": ROLLOUT_TOKENS},
         reward={"rules": [{"function": f"{HERE / 'cheap_reward.py'}:vowel_share"}]},
     )
     sizes = {"prompts": prompts, "samples": samples, "new_tokens": tokens, "micro": 2 * source.sizes.micro, "beta": kl}
@@ -320,6 +323,7 @@ def ppo(source: Source) -> dict[str, Any]:
         rollout={"prompts_per_step": prompts, "max_new_tokens": tokens},
         ppo={"epochs": epochs, "minibatches": minibatches},
         kl={"coef": 0.05},
+        optim={"tokens_per_micro_batch": ROLLOUT_TOKENS},
         critic={"init": "policy"},
         reward={"model": str(reward)},
     )
