@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tutelage.build import check_recipe, layouts, resume_run
+from tutelage.build import check_recipe, layouts, resume_run, roles
 from tutelage.build.critic import starting_point
 from tutelage.build.generation import first_weights_are_published
 from tutelage.build.kit import Facts, Kit
 from tutelage.config import load_checked
+from tutelage.engines.held import engines_of
 from tutelage.errors import ConfigError, DataError, MissingExtraError, ModelError
 from tutelage.layout import Place
 from tutelage.models import lora, quantize
@@ -147,6 +148,8 @@ def test_a_reference_elsewhere_is_the_actors_base_and_a_generator_elsewhere_is_w
     assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
     assert sum(quantize.is_quantized(m) for m in reference.model.modules()) == len(packed)
     assert not any(quantize.is_quantized(m) for m in generator.model.modules())
+    (role,) = engines_of(roles.reference(Kit(Facts(cfg, 1), ("reference",), Place())))
+    assert sum(quantize.is_quantized(m) for m in role.model.module.modules()) == len(packed)
     critic, _ = starting_point(kit)
     for name, weight in critic.masters.full_precision().items():
         if name.startswith("backbone.") and ".lora_" not in name:
