@@ -39,8 +39,8 @@ def require_bitsandbytes() -> None:
         )
 
 
-def quantize(model: PreTrainedModel, dtype: torch.dtype, device: str = "cpu") -> int:
-    """Put all linear layers of `model` but its output head on `device` in NF4, in place, one after another; how many.
+def quantize(model: PreTrainedModel, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Put all linear layers of `model` but its output head on `device` in NF4, in place, one after another.
 
     dtype   that they compute in.
     Layers that are quantised already stay as they are.  Everything else stays where it is, in its precision.
@@ -56,7 +56,6 @@ def quantize(model: PreTrainedModel, dtype: torch.dtype, device: str = "cpu") ->
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
         setattr(model.get_submodule(owner), leaf, _packed(layer, dtype, device))
-    return len(names)
 
 
 def obstacle(model: PreTrainedModel) -> str | None:
