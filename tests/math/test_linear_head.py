@@ -73,6 +73,12 @@ def uninitialised_memory_is_nan():
     torch.utils.deterministic.fill_uninitialized_memory = before
 
 
+@pytest.fixture(params=[512, 7])
+def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of the whole vocabulary, or of some of its columns for more tokens at a time."""
+    monkeypatch.setattr(linear_head, "FEWEST_COLUMNS", request.param)
+
+
 BUDGETS = [
     pytest.param(1000 * ROW, id="kept"),
     pytest.param(N * ROW, id="kept-exactly"),
@@ -81,6 +87,7 @@ BUDGETS = [
 ]
 
 
+@pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -109,6 +116,7 @@ def test_values_and_gradients_are_those_of_the_whole_softmax(
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("budget", [1000 * ROW, 3 * ROW])
 def test_gradcheck(budget: int) -> None:
     hidden, targets, head = case(rows=4)
@@ -122,6 +130,7 @@ def test_gradcheck(budget: int) -> None:
     assert torch.autograd.gradcheck(of, (hidden, head.weight_VH, head.bias_V))
 
 
+@pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("budget", [1 << 30, 7 * V * 4])
 def test_in_float32_it_is_the_head_that_says_nothing_of_itself(budget: int) -> None:
     hidden, targets, head = case(torch.float32)
@@ -148,6 +157,7 @@ def test_two_tokens_by_hand() -> None:
     assert float(by_entropy) == pytest.approx(-0.75 * 0.25 * math.log(3))
 
 
+@pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("budget", [1 << 20, 1])
 def test_excluded_tokens_count_as_zero_in_value_and_gradient(budget: int) -> None:
     hidden, targets, head = case()
@@ -180,6 +190,7 @@ def test_no_tokens_still_give_a_gradient_of_zero(budget: float) -> None:
     assert not any(bool(g.any()) for g in grads)
 
 
+@pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("budget", [1 << 20, 4 * ROW])
 def test_a_graph_can_be_walked_twice(budget: int) -> None:
     hidden, targets, head = case()
@@ -190,6 +201,7 @@ def test_a_graph_can_be_walked_twice(budget: int) -> None:
         torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
 
 
+@pytest.mark.usefixtures("narrow")
 def test_micro_batches_add_up_also_where_the_matrix_is_the_embedding_too() -> None:
     targets = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(1))
     grads = []
@@ -225,6 +237,7 @@ def test_a_frozen_matrix_gets_no_gradient_and_frozen_states_neither() -> None:
 # --- bfloat16 ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("budget", [1 << 20, 4 * V * 2])
 def test_bfloat16_rounds_logits_and_their_gradient_and_nothing_else(budget: int) -> None:
     """The softmax is of the rounded logits in float32, and what is rounded of the gradient is 1{v = y} - p as a whole:
@@ -243,10 +256,11 @@ def test_bfloat16_rounds_logits_and_their_gradient_and_nothing_else(budget: int)
     assert float(p.detach().amax()) > 0.999
     (by_logits,) = torch.autograd.grad(logp.sum(), logits)
     by_hidden, by_weight = torch.autograd.grad(found["logp"].sum(), [hidden, head.weight_VH])
-    # a product rounds the gradient by the logits to bfloat16 (2^-9 relative), and its result, of the weight after each
-    # chunk; 1 - p itself is of float32, so that a p next to 1 is off by 2^-23
+    # a product rounds the gradient by the logits to bfloat16 (2^-9 relative), and its result: of the weight after each
+    # chunk, of the states for each block, whose sum in float32 is rounded once more.  1 - p itself is of float32, so
+    # that a p next to 1 is off by 2^-23
     weight, states = head.weight_VH.detach().double(), hidden.detach().double()
-    cases = [(by_hidden, by_logits, weight, 2), (by_weight, by_logits.T, states, 1 + math.ceil(N / 4))]
+    cases = [(by_hidden, by_logits, weight, 3), (by_weight, by_logits.T, states, 1 + math.ceil(N / 4))]
     for got, left, right, roundings in cases:
         error, size = (got.double() - left @ right).abs(), left.abs() @ right.abs()
         assert bool((error <= roundings * 2**-9 * size + 2**-23 * len(right) * float(right.abs().max())).all())
@@ -284,6 +298,18 @@ def most_alive(budget: int, head: Any, hidden: Tensor, targets: Tensor, least: i
         found = head_outputs(hidden, targets, head, Asked(entropy=True), chunk_tokens=CHUNK, chunk_bytes=budget)
         (found["logp"] + found["entropy"]).sum().backward()
     return alive.most
+
+
+def test_columns_of_a_block_bound_what_is_alive_for_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens at once, 8 columns at a time: as many logits as of CHUNK tokens over the whole vocabulary."""
+    monkeypatch.setitem(linear_head.TILE_BYTES, "cpu", 1)
+    monkeypatch.setattr(linear_head, "FEWEST_COLUMNS", 8)
+    hidden, targets, head = case(bias=False)
+    frozen = Matrix(head.weight_VH.detach())
+    assert most_alive(CHUNK * ROW, frozen, hidden, targets, N * 8) == N * 8
+    monkeypatch.setitem(linear_head.BLOCK_BYTES, "cpu", N * 2 * 8)
+    monkeypatch.setattr(linear_head, "FEWEST_COLUMNS", 2)
+    assert most_alive(CHUNK * ROW, frozen, hidden, targets, N * 8) == 0  # the device's own bound: 2 columns
 
 
 def test_one_buffer_of_one_chunk_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +362,7 @@ def test_without_gradients_a_chunk_is_alive_and_nothing_is_kept(monkeypatch: pyt
     monkeypatch.setitem(linear_head.TILE_BYTES, "cpu", 1)
     hidden, targets, head = case(bias=False)
     with torch.no_grad(), Alive(CHUNK * V) as alive:
-        found = head_outputs(hidden, targets, head, Asked(entropy=True), chunk_tokens=CHUNK)
+        found = head_outputs(hidden, targets, head, Asked(entropy=True), chunk_bytes=CHUNK * ROW)
         assert not alive.sizes
     assert alive.most == CHUNK * V
     torch.testing.assert_close(found["logp"], whole(hidden, targets, head, 1.0)[0].detach(), rtol=0, atol=1e-12)
@@ -352,5 +378,6 @@ def test_bad_arguments_are_refused() -> None:
         head_outputs(hidden, targets, head, temperature=0.0)
     with pytest.raises(ShapeError):
         head_outputs(hidden, targets[:-1], head)
-    with pytest.raises(RuntimeError):  # no id is skipped
-        head_outputs(hidden, torch.full_like(targets, -100), head)
+    for wrong in (-100, V):  # no id is skipped
+        with pytest.raises(ShapeError, match=f"target {wrong} is no token of a vocabulary of {V}"):
+            head_outputs(hidden, torch.full_like(targets, wrong), head)

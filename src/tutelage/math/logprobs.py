@@ -131,8 +131,9 @@ def head_outputs(
 ) -> dict[str, Tensor]:
     """`distribution_outputs` under head(hidden) / temperature, without holding more than a bound of (N, V) logits.
 
-    A head that is one matrix (`linear_head.LinearHead`), asked for logp and entropy: `linear_head.linear_outputs`, with
-    one buffer of at most `chunk_bytes`, and three products of the head instead of four where all logits fit into it.
+    A head that is one matrix (`linear_head.LinearHead`), asked for logp and entropy: `linear_head.linear_outputs`, a
+    block of the vocabulary at a time, with at most `chunk_bytes` of logits alive; three products of the head instead of
+    four where all logits fit into it.
     keep_logits False: never held until the backward pass, for a caller with several forward passes before it.
 
     Any other head runs on `chunk_tokens` rows at a time. Where gradients are recorded, each chunk's logits are dropped
@@ -158,7 +159,6 @@ def head_outputs(
             bias_V,
             entropy=asked.entropy,
             temperature=temperature,
-            chunk_tokens=chunk_tokens,
             chunk_bytes=chunk_bytes,
             keep_logits=keep_logits,
         )
