@@ -17,6 +17,7 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from tutelage.errors import ModelError, ShapeError
+from tutelage.models.fused import fuse
 from tutelage.models.parallel.tokens import TokenCut, TokenParallel, sequence_obstacle
 from tutelage.models.paths import max_positions, position_offset
 from tutelage.models.prefix import SharedRow, attention_alone, shared_row
@@ -36,6 +37,8 @@ class Trunk:
     tokens  the ranks that every packed row is cut over; None: this one computes the whole row.
     recompute  which blocks a training pass recomputes, by budget; None: as the blocks themselves are set.
 
+    The model's elementwise parts are fused (`fused.fuse`).
+
     Raises ModelError for token-parallel ranks with the padded layout, or that do not divide the attention heads.
     """
 
@@ -46,6 +49,7 @@ class Trunk:
     recompute: Recompute | None = None
 
     def __post_init__(self) -> None:
+        fuse(self.model)
         if self.tokens is None:
             return
         name = type(self.model).__name__
