@@ -172,7 +172,8 @@ def test_nash_md_pays_for_the_kl_of_later_tokens_only_with_the_ratio_of_the_whol
     generator = torch.Generator().manual_seed(2)
     first = torch.randn(2, generator=generator, dtype=torch.float64).requires_grad_(True)
     second = torch.randn(2, 2, generator=generator, dtype=torch.float64)
-    mu_first, mu_second = (torch.log_softmax(torch.randn_like(x), -1) for x in (first.detach(), second))
+    drawn = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (first, second))
+    mu_first, mu_second = (torch.log_softmax(x, -1) for x in drawn)
     logp_first, logp_second = torch.log_softmax(first, -1), torch.log_softmax(second, -1)
     kl = sum(
         (logp_first[a] + logp_second[a, b]).exp() * (logp_first[a] + logp_second[a, b] - mu_first[a] - mu_second[a, b])

@@ -169,6 +169,6 @@ def test_bfloat16_computes_with_rounded_weights_and_keeps_float32_masters(tiny_l
 
 
 def test_a_missing_bfloat16_unit_is_said(tiny_llama_folder, monkeypatch):
-    monkeypatch.setattr("tutelage.models.load.cpu_has_bfloat16", lambda: False)
+    monkeypatch.setattr("tutelage.models.weights.cpu_has_bfloat16", lambda: False)
     with pytest.warns(UserWarning, match="no bfloat16 instructions"):
         load_causal_lm(settings(tiny_llama_folder, dtype="bfloat16"))

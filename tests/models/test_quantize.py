@@ -98,7 +98,8 @@ def engine(model: object, **changes: object) -> ModelEngine:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    kit.build("llama").save_pretrained(tmp_path / "base")
+    # rows of whole blocks: others are refused on some processors
+    kit.build("llama", intermediate_size=128).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 
@@ -147,6 +148,42 @@ def test_weights_of_other_names_are_what_was_loaded(folder):
         torch.testing.assert_close(
             weight, every[name].detach(), atol=0.16 * float(every[name].detach().abs().max()), rtol=0
         )
+
+
+@pytest.mark.parametrize("changed", ["a block has another's scale", "one weight is two levels off"])
+def test_a_matrix_that_comes_back_as_another_one_is_refused(folder, changed, monkeypatch):
+    real = quantize.dense
+
+    def wrong(weight: Tensor) -> Tensor:
+        found = real(weight).clone()
+        blocks = found.flatten().view(-1, quantize.BLOCK)
+        if changed == "a block has another's scale":
+            blocks[1] *= 2
+        else:
+            blocks[1, blocks[1].abs().argmax()] *= 1 - 0.304 - 0.171
+        return found
+
+    monkeypatch.setattr(quantize, "dense", wrong)
+    with pytest.raises(ModelError, match=r"q_proj \(64, 64\) in 4 bits is another matrix in 1 of 64 blocks"):
+        policy(folder)
+
+
+def test_rows_of_no_whole_number_of_blocks_are_right_or_refused(tmp_path):
+    """bitsandbytes decides by the processor."""
+    kit.build("llama", intermediate_size=96).save_pretrained(tmp_path / "odd")
+    weight = drawn_down_projection(tmp_path / "odd")
+    returned = rounded(weight)
+    if float((returned - weight).abs().max()) > 0.16 * float(weight.abs().max()):
+        with pytest.raises(ModelError, match=r"down_proj \(64, 96\) in 4 bits is another matrix"):
+            policy(tmp_path / "odd")
+        return
+    name = "model.layers.0.mlp.down_proj.base_layer.weight"
+    assert torch.equal(policy(tmp_path / "odd").masters.full_precision()[name], returned)
+
+
+def drawn_down_projection(folder: Path) -> Tensor:
+    plain = policy(folder, quantize="none").model
+    return plain.get_parameter("model.layers.0.mlp.down_proj.base_layer.weight").detach()
 
 
 # ---- numbers
@@ -307,7 +344,7 @@ def test_a_reward_model_of_a_packed_base_is_no_adapter_on_the_whole_one(folder, 
 
 
 def test_a_reward_model_of_another_base_is_none_of_the_packed_one(folder, tmp_path):
-    kit.build("llama", seed=9).save_pretrained(tmp_path / "other")
+    kit.build("llama", seed=9, intermediate_size=128).save_pretrained(tmp_path / "other")
     reward = reward_folder(tmp_path / "other", tmp_path / "reward")
     made = shared(folder, reward)
     assert "another base" in made.obstacles[str(reward)]

@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tutelage.build.allocator import keep_freed_memory
 from tutelage.build.data import load_template, write_template
 from tutelage.config import AnyConfig
 from tutelage.config.common import ModelConfig, OptimConfig
@@ -46,7 +45,7 @@ class Facts:
 
 @dataclass
 class Kit:
-    """Shared by the roles of one process, which keeps what memory it frees where it computes on a CPU.
+    """Shared by the roles of one process.
 
     names  which roles these are.
     notes  what was decided while building.
@@ -58,10 +57,6 @@ class Kit:
     place: Place
     notes: list[str] = field(default_factory=list)
     share: Callable[[Kit], SharedModels] | None = None
-
-    def __post_init__(self) -> None:
-        if self.device == "cpu":
-            keep_freed_memory()
 
     @property
     def cfg(self) -> Any:

@@ -27,6 +27,10 @@ from tutelage.errors import MissingExtraError, ModelError, installed
 
 BLOCK = 64
 """Weights with one scale."""
+LARGEST_GAP = 0.304
+"""Between two levels of NF4, the lowest two; rounding makes half of it."""
+SCALE_ERROR = 0.02
+"""Of a scale that is 8 bits itself, of the largest scale."""
 READ_WEIGHTS = frozenset({"deepseek_v32", "glm_moe_dsa", "axk2", "gemma3n", "gemma3n_text"})
 """Architectures of transformers whose code casts to, or changes, a linear layer's weight: a packed one is bytes."""
 
@@ -44,7 +48,8 @@ def quantize(model: PreTrainedModel, dtype: torch.dtype, device: str = "cpu") ->
 
     dtype   that they compute in.
     Layers that are quantised already stay as they are.  Everything else stays where it is, in its precision.
-    Raises MissingExtraError without bitsandbytes, and ModelError for an architecture without plain linear layers.
+    Raises MissingExtraError without bitsandbytes, and ModelError for an architecture without plain linear layers, and
+    where the library makes another matrix of a packed one than it should.
     """
     require_bitsandbytes()
     why = obstacle(model)
@@ -55,7 +60,9 @@ def quantize(model: PreTrainedModel, dtype: torch.dtype, device: str = "cpu") ->
         owner, _, leaf = name.rpartition(".")
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
-        setattr(model.get_submodule(owner), leaf, _packed(layer, dtype, device))
+        made = _packed(layer, dtype, device)
+        _require_near(name, layer.weight.detach(), made)
+        setattr(model.get_submodule(owner), leaf, made)
 
 
 def obstacle(model: PreTrainedModel) -> str | None:
@@ -95,6 +102,27 @@ def _packed(layer: nn.Linear, dtype: torch.dtype, device: str) -> nn.Module:
     # a processor with AVX512 bfloat16 would lay the base out anew, in place, at the first pass without gradient
     setattr(made, "support_avx512bf16_for_cpu", False)  # noqa: B010 - the module's type is not known here
     return made.train(layer.training)
+
+
+def _require_near(name: str, weight: Tensor, made: nn.Module) -> None:
+    """Raises ModelError unless every weight is within its block's largest distance between two levels of what it was.
+
+    bitsandbytes 0.50 on processors with AVX512 mixes the blocks' scales up where a row is no whole number of blocks.
+    """
+    packed_weight = made.weight
+    assert isinstance(packed_weight, Tensor)
+    error = (dense(packed_weight).to(weight) - weight).abs().flatten()
+    padding = -len(error) % BLOCK
+    error_jB, size_jB = (
+        nn.functional.pad(x, (0, padding)).view(-1, BLOCK).amax(1) for x in (error, weight.abs().flatten())
+    )
+    bad = int((error_jB > LARGEST_GAP * size_jB + SCALE_ERROR * size_jB.max()).sum())
+    if bad:
+        raise ModelError(
+            f"{name} {tuple(weight.shape)} in 4 bits is another matrix in {bad} of {len(error_jB)} blocks of {BLOCK}: "
+            "bitsandbytes does not read its blocks as it wrote them on this processor",
+            fix="set model.quantize to none, or run on a GPU; rows of a multiple of 64 weights are read right",
+        )
 
 
 def is_quantized(module: nn.Module) -> bool:
