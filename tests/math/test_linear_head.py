@@ -73,10 +73,14 @@ def uninitialised_memory_is_nan():
     torch.utils.deterministic.fill_uninitialized_memory = before
 
 
-@pytest.fixture(params=[512, 7])
+@pytest.fixture(params=["wide", "narrow", "small"])
 def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of the whole vocabulary, or of some of its columns for more tokens at a time."""
-    monkeypatch.setattr(linear_head, "FEWEST_COLUMNS", request.param)
+    """Blocks of the whole vocabulary; of some of its columns for more tokens at a time; of 9 tokens and 7 columns, also
+    where all logits are kept."""
+    if request.param != "wide":
+        monkeypatch.setattr(linear_head, "FEWEST_COLUMNS", 7)
+    if request.param == "small":
+        monkeypatch.setitem(linear_head.BLOCK_BYTES, "cpu", 9 * 7 * 8)
 
 
 BUDGETS = [

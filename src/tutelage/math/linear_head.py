@@ -104,17 +104,17 @@ class _LinearOutputs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         _require_targets(targets_N, weight_VH.shape[0])
         sums = _Sums.of(hidden_NH, how.entropy)
-        kept_NV = hidden_NH.new_empty(len(hidden_NH), weight_VH.shape[0]) if how.keep else None
+        kept = hidden_NH.new_empty(len(hidden_NH) * weight_VH.shape[0]) if how.keep else None
         scratch = hidden_NH.new_empty(0 if how.keep else how.rows * how.columns)
         for chunk, block in _blocks(len(hidden_NH), weight_VH.shape[0], how):
-            out_nv = _room(kept_NV, scratch, chunk, block)
+            out_nv = _room(kept, scratch, chunk, block, weight_VH.shape[0])
             logits_nv = _logits(hidden_NH[chunk], weight_VH[block], None if bias_V is None else bias_V[block], out_nv)
             for tile in _tiles(logits_nv):
                 at = slice(chunk.start + tile.start, chunk.start + tile.stop)
                 sums.add(at, _scaled(logits_nv[tile], how.temperature), targets_N[at] - block.start)
         logp_N, entropy_N = sums.logp(), sums.entropy()
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, sums.top, sums.sum.log(), entropy_N)
-        ctx.how, ctx.kept_NV = how, kept_NV
+        ctx.how, ctx.kept = how, kept
         ctx.set_materialize_grads(False)
         return logp_N, entropy_N
 
@@ -131,11 +131,11 @@ class _LinearOutputs(torch.autograd.Function):
             by_logp_N = torch.zeros_like(by_entropy_N)
         found = _Gradients.of(hidden_NH, weight_VH, bias_V, ctx.needs_input_grad)
         # the gradient is written over the logits: a second backward pass through this graph computes them again
-        kept_NV, ctx.kept_NV = ctx.kept_NV, None
-        scratch = hidden_NH.new_empty(how.rows * how.columns if kept_NV is None else 0)
+        kept, ctx.kept = ctx.kept, None
+        scratch = hidden_NH.new_empty(how.rows * how.columns if kept is None else 0)
         for chunk, block in _blocks(len(hidden_NH), weight_VH.shape[0], how):
-            grad_nv = _room(kept_NV, scratch, chunk, block)
-            if kept_NV is None:
+            grad_nv = _room(kept, scratch, chunk, block, weight_VH.shape[0])
+            if kept is None:
                 _logits(hidden_NH[chunk], weight_VH[block], None if bias_V is None else bias_V[block], grad_nv)
             for tile in _tiles(grad_nv):
                 at = slice(chunk.start + tile.start, chunk.start + tile.stop)
@@ -278,12 +278,13 @@ def _blocks(count: int, vocabulary: int, how: _Pass) -> Iterator[tuple[slice, sl
             yield chunk, block
 
 
-def _room(kept_NV: Tensor | None, scratch: Tensor, chunk: slice, block: slice) -> Tensor:
-    """(n, v) where a block's logits are written: their part of what is kept, or the beginning of `scratch`."""
-    if kept_NV is not None:
-        return kept_NV[chunk, block]
+def _room(kept: Tensor | None, scratch: Tensor, chunk: slice, block: slice, vocabulary: int) -> Tensor:
+    """(n, v), contiguous, where a block's logits are written: its own part of what is kept, or all of `scratch`."""
     n, v = chunk.stop - chunk.start, block.stop - block.start
-    return scratch[: n * v].view(n, v)
+    if kept is None:
+        return scratch[: n * v].view(n, v)
+    start = chunk.start * vocabulary + n * block.start
+    return kept[start : start + n * v].view(n, v)
 
 
 def _logits(hidden_nH: Tensor, weight_vH: Tensor, bias_v: Tensor | None, out_nv: Tensor) -> Tensor:
