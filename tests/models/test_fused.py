@@ -102,6 +102,19 @@ def test_the_backward_pass_keeps_the_inputs_alone(dtype: torch.dtype) -> None:
     assert kept_bytes(lambda: norm(x)) >= 2 * whole
 
 
+def test_a_tensor_of_another_class_is_left_to_its_own_operators() -> None:
+    """Such as one that a mesh of ranks holds."""
+
+    class Marked(Tensor):
+        pass
+
+    plain, marked = drawn(7, 24), drawn(7, 24).as_subclass(Marked)
+    for compute, name in ((lambda x: fused.swiglu(x, x), "Swiglu"), (lambda x: fused.rms_norm(x, x[0], EPS), "Norm")):
+        assert name in compute(plain).grad_fn.name()
+        assert name not in compute(marked).grad_fn.name()
+        assert type(compute(marked)) is Marked
+
+
 # --- in a model -------------------------------------------------------------------------------------------------------
 
 
