@@ -211,12 +211,13 @@ def peak() -> int:
 
 def own_memory(case: str, folder: str, reward: str, work: Work) -> Found:
     """In this process."""
+    # Linux adds up what each processor counts a little later: a peak may be read lower than one before it
     imports = peak()
     learner, tokens = sft_steps(folder, work) if case == "sft" else ppo_steps(case, folder, reward, work)
-    stepped = peak()
+    stepped = max(imports, peak())
     with tempfile.TemporaryDirectory() as name:
         learner.save_pretrained(Path(name) / "model")
-    return Found(imports, stepped, peak(), tokens)
+    return Found(imports, stepped, max(stepped, peak()), tokens)
 
 
 def optim(work: Work) -> OptimConfig:

@@ -38,9 +38,7 @@ def test_every_case_takes_its_steps(tmp_path: Path) -> None:
         reward = lora_memory.reward_folder(folder, tmp_path / case, WORK.rank, packed=case == "packed")
         found = lora_memory.own_memory(case, str(folder), str(reward), WORK)
         assert 2 * 8 < found.tokens <= 2 * 16
-        # Linux counts resident pages for each processor and adds them up later: a peak may be read a little lower
-        assert found.imports <= found.step + (1 << 20)
-        assert found.step <= found.exported + (1 << 20)
+        assert found.imports <= found.step <= found.exported
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Logprob and entropy straight from the hidden states, where the head is one matrix: no logits of the whole vocabulary.
+"""Logprob and entropy straight from the hidden states, where the head is one matrix: by blocks of the vocabulary.
 
 Shapes: N flat tokens, n of one chunk, V vocabulary, v of one block of it, t rows of a tile of a block, H hidden.
 

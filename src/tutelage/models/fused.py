@@ -76,7 +76,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if _recorded(x, weight):
         out: Tensor = _RMSNorm.apply(x, weight, eps)
         return out
-    return weight * (x.float() * _inverse(x.float(), eps)).to(x.dtype)
+    wide = x.float()
+    return weight * (wide * _inverse(wide, eps)).to(x.dtype)
 
 
 def _recorded(*inputs: Tensor) -> bool:
@@ -109,9 +110,10 @@ class _Swiglu(torch.autograd.Function):
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        inverse = _inverse(x.float(), eps)
+        wide = x.float()
+        inverse = _inverse(wide, eps)
         ctx.save_for_backward(x, weight_H, inverse)
-        return weight_H * (x.float() * inverse).to(x.dtype)
+        return weight_H * (wide * inverse).to(x.dtype)
 
     @staticmethod
     @once_differentiable
