@@ -168,6 +168,17 @@ def test_nothing_of_one_row_is_seen_by_another(mixed, byte_tokenizer):
     assert len(batch.table.free) == batch.table.pages
 
 
+def test_pages_of_a_bfloat16_model_are_of_the_dtype_that_multiplies(byte_tokenizer):
+    engine = make_engine(make_model("llama").bfloat16(), byte_tokenizer)
+    batch = engine._batch(make_prompts(PROMPTS, n=2), replace(engine.params, n=2))
+    with torch.no_grad():
+        batch.step()
+        batch.step()
+    stores = batch.cache.stores()
+    assert {store.dtype for store in stores} == {torch.float32}
+    assert batch.use.bytes == 4 * sum(store.numel() for store in stores)
+
+
 def test_a_request_that_never_fits_is_refused_instead_of_waiting_for_ever(byte_tokenizer):
     engine = make_engine(make_model("llama"), byte_tokenizer, tokens_in_flight=16, max_new_tokens=12)
     carried = Carried((Sample("long", 0, 0, "rollout", 0, tuple(range(1, 21))),))

@@ -28,6 +28,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from tutelage.errors import ModelError
+from tutelage.models import half_attention
 from tutelage.models.decoding import PagedStep, paged_attention
 from tutelage.models.parallel.ring import ring_attention
 from tutelage.models.parallel.tokens import Pieces, TokenCut
@@ -285,6 +286,9 @@ def _attend(
     softcap: float | None,
 ) -> Tensor:
     """(B, h, Q, D). A mask, where given, says everything and the causal flag is not read."""
+    if softcap is None and half_attention.fits(query, key, value):
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        return half_attention.half_attention(query, key, value, mask, causal, scale)
     if softcap is None:
         return sdpa(
             query,

@@ -111,13 +111,13 @@ def paged_attention(
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     with torch.autocast(query.device.type, enabled=False):
-        wide = _wide(query)
+        wide = product_dtype(query)
         scores_bhW = _scores(query[:, :, 0].to(wide), key, step, scale, softcap)
         p_bhW = scores_bhW.softmax(dim=-1)
         return _weighted(p_bhW.to(wide), value, step).to(query.dtype)[:, None]
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype that products are computed in: half precision only where the device adds it up in float32."""
     half = x.dtype in (torch.float16, torch.bfloat16)
     return torch.float32 if half and not x.is_cuda else x.dtype

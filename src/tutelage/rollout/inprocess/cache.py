@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from tutelage.models.decoding import PagedStep
+from tutelage.models.decoding import PagedStep, product_dtype
 
 
 class PagedCache(Cache):
-    """X pages of z positions per layer, allocated once, when a layer is first written, in the dtype the model computes.
+    """X pages of z positions per layer, allocated once, when a layer is first written.
+
+    Pages have the dtype in which the attention multiplies (`models.decoding.product_dtype`): that of the model, but
+    float32 for half precision on a CPU, so that no step converts every page that it reads.  That is twice the bytes.
 
     A page that is given out is set to 0 where it is not written at once.  A hidden position has weight 0, and that
     times what an earlier row or the allocator left there must be 0 too.
@@ -68,15 +71,16 @@ class PagedCache(Cache):
             keys.index_fill_(0, self._clear, 0.0)
             values.index_fill_(0, self._clear, 0.0)
         if self._step is None:
-            keys[self._page_n, :, self._at_n] = key_states[0].transpose(0, 1)
-            values[self._page_n, :, self._at_n] = value_states[0].transpose(0, 1)
+            keys[self._page_n, :, self._at_n] = key_states[0].transpose(0, 1).to(keys.dtype)
+            values[self._page_n, :, self._at_n] = value_states[0].transpose(0, 1).to(values.dtype)
             return key_states, value_states
-        keys[self._page_n, :, self._at_n] = key_states[:, :, 0]
-        values[self._page_n, :, self._at_n] = value_states[:, :, 0]
+        keys[self._page_n, :, self._at_n] = key_states[:, :, 0].to(keys.dtype)
+        values[self._page_n, :, self._at_n] = value_states[:, :, 0].to(values.dtype)
         return keys, values
 
     def _empty(self, states: Tensor) -> Tensor:
-        return states.new_empty((self.pages, states.shape[1], self.page, states.shape[3]))
+        shape = (self.pages, states.shape[1], self.page, states.shape[3])
+        return states.new_empty(shape, dtype=product_dtype(states))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0 if self._step is None else self._longest - 1
