@@ -13,7 +13,9 @@ ROW = re.compile(r"^\| ([^|]+) \| `([^`|]+\.py)::(\w+)` \|$", re.MULTILINE)
 
 def documented() -> list[tuple[str, str, str]]:
     """(detail, test file, test function) of every row, page by page."""
-    pages = [(ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("ppo", "grpo", "dpo", "activations")]
+    pages = [
+        (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("ppo", "grpo", "dpo", "activations")
+    ]
     return [row for page in pages for row in ROW.findall(page)]
 
 

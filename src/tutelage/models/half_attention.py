@@ -45,7 +45,7 @@ def half_attention(
     mask (Q, L) bool, true where a query looks at a key; where given it says everything.  causal: query i sees keys
     0 .. i, and Q = L.
     """
-    found: Tensor = _HalfAttention.apply(query, key, value, mask, causal and mask is None, scale)  # type: ignore[no-untyped-call]
+    found: Tensor = _HalfAttention.apply(query, key, value, mask, causal and mask is None, scale)
     return found
 
 
@@ -60,7 +60,7 @@ class _HalfAttention(torch.autograd.Function):
         return sdpa(query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask = ctx.saved_tensors
         _, h, count, _ = query.shape
