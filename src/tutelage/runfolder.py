@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tutelage.errors import CheckpointError
+from tutelage.native.build import kernels
 from tutelage.reports.metrics_log import to_json, write_bytes
 
 PACKAGES = ("tutelage", "torch", "transformers", "tokenizers", "peft", "datasets", "safetensors", "numpy")
@@ -76,14 +77,22 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def lineage(seed: int, data: Mapping[str, str], models: Mapping[str, str]) -> dict[str, Any]:
-    """What a run was made of: fingerprints of data and models, versions of packages, machine, seed."""
+    """What a run was made of: fingerprints of data and models, versions of packages, machine, seed.
+
+    Of the machine also whether CPU kernels were compiled, or why not: the last bits of bfloat16 depend on it.
+    """
     versions = {}
     for package in PACKAGES:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "absent"
-    machine = {"python": platform.python_version(), "system": platform.platform(), "cpus": os.cpu_count()}
+    machine = {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpus": os.cpu_count(),
+        "kernels": kernels().why or "compiled",
+    }
     return {"seed": seed, "data": dict(data), "models": dict(models), "versions": versions, "machine": machine}
 
 

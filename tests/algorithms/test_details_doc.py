@@ -14,7 +14,8 @@ ROW = re.compile(r"^\| ([^|]+) \| `([^`|]+\.py)::(\w+)` \|$", re.MULTILINE)
 def documented() -> list[tuple[str, str, str]]:
     """(detail, test file, test function) of every row, page by page."""
     pages = [
-        (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("ppo", "grpo", "dpo", "activations")
+        (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+        for name in ("ppo", "grpo", "dpo", "activations", "kernels")
     ]
     return [row for page in pages for row in ROW.findall(page)]
 

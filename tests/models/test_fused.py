@@ -10,11 +10,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import Gemma2Config, GemmaConfig, MixtralConfig, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OlmoConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
-from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.mixtral.modeling_mixtral import MixtralAttention, MixtralRMSNorm
+from transformers.models.olmo.modeling_olmo import OlmoAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm
 
 from tutelage.config.common import ModelConfig
 from tutelage.models import fused
@@ -22,8 +38,24 @@ from tutelage.models.forward import token_logprobs
 from tutelage.models.language_model import backbone_of
 from tutelage.models.load import load_causal_lm
 from tutelage.models.trunk import Trunk
+from tutelage.native import ops
+from tutelage.native.build import kernels
 
 EPS = 1e-3
+QWEN3: dict[str, Any] = {
+    "vocab_size": kit.VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "initializer_range": 0.2,
+    "pad_token_id": 2,
+    "eos_token_id": 2,
+    "bos_token_id": None,
+    "max_position_embeddings": 64,
+}
 SHAPES = [(7, 24), (2, 5, 24), (1, 24)]
 
 
@@ -120,6 +152,7 @@ def test_a_tensor_of_another_class_is_left_to_its_own_operators() -> None:
 
 def one_of_each() -> nn.ModuleDict:
     sizes: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 40}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12}
     return nn.ModuleDict(
         {
             "llama mlp": LlamaMLP(kit.build("llama").config),
@@ -130,6 +163,13 @@ def one_of_each() -> nn.ModuleDict:
             "gelu mlp": GemmaMLP(GemmaConfig(**sizes, hidden_activation="gelu_pytorch_tanh")),
             "norm plus one": GemmaRMSNorm(Gemma2Config(**sizes).hidden_size),
             "layer norm": nn.LayerNorm(24),
+            "llama attention": LlamaAttention(LlamaConfig(**sizes, **heads), 0),
+            "qwen2 attention": Qwen2Attention(Qwen2Config(**sizes, **heads), 0),
+            "qwen3 attention": Qwen3Attention(Qwen3Config(**sizes, **heads), 0),
+            "mistral attention": MistralAttention(MistralConfig(**sizes, **heads), 0),
+            "mixtral attention": MixtralAttention(MixtralConfig(**sizes, **heads), 0),
+            "rounded attention": OlmoAttention(OlmoConfig(**sizes, **heads), 0),
+            "unturned attention": GPT2Attention(GPT2Config(n_embd=24, n_head=2)),
         }
     )
 
@@ -138,7 +178,8 @@ def test_which_modules_are_fused() -> None:
     modules = one_of_each()
     fused.fuse(modules)
     found = {name for name, module in modules.items() if "forward" in vars(module)}
-    assert found == {"llama mlp", "qwen mlp", "llama norm", "qwen norm", "mixtral norm"}
+    attentions = {f"{name} attention" for name in ("llama", "qwen2", "qwen3", "mistral", "mixtral")}
+    assert found == {"llama mlp", "qwen mlp", "llama norm", "qwen norm", "mixtral norm", *attentions}
     before = {name: vars(modules[name])["forward"] for name in found}
     fused.fuse(modules)
     assert all(vars(modules[name])["forward"] is before[name] for name in found)
@@ -156,7 +197,45 @@ def test_another_forward_pass_is_left_alone(known: str, monkeypatch: pytest.Monk
     modules = one_of_each()
     fused.fuse(modules)
     kinds = {name.split()[-1] for name, module in modules.items() if "forward" in vars(module)}
-    assert kinds == ({"norm"} if known == "MLP_NAMES" else {"mlp"})
+    assert kinds == {"attention", "norm" if known == "MLP_NAMES" else "mlp"}
+
+
+def test_an_attention_with_another_rotary_embedding_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused._with_rotary.cache_clear()
+    monkeypatch.setattr(modeling_llama, fused.ROTARY, lambda q, k, cos, sin: (q, k))
+    modules = one_of_each()
+    fused.fuse(modules)
+    found = {name for name, module in modules.items() if "forward" in vars(module)}
+    fused._with_rotary.cache_clear()
+    assert "llama attention" not in found
+    assert "mistral attention" in found
+
+
+@pytest.mark.skipif(kernels().library is None, reason="no compiled kernels")
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_in_bfloat16_a_model_trains_as_with_transformers_own_operators(tmp_path, monkeypatch, kind: str) -> None:
+    """Both are as far from float32 as the rounding of bfloat16 takes them, and no further."""
+    wide = kit.build("llama") if kind == "llama" else Qwen3ForCausalLM(Qwen3Config(**QWEN3))
+    wide.save_pretrained(tmp_path)
+    seqs, runs = kit.sequences(), {}
+    for run, dtype in (("exact", "float32"), ("kernels", "bfloat16"), ("torch", "bfloat16")):
+        calls: list[str] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                ops, "_call", lambda name, *rest, calls=calls, call=ops._call: calls.append(name) or call(name, *rest)
+            )
+            if run == "torch":
+                patch.setattr(ops, "takes", lambda *tensors: False)
+            model = load_causal_lm(ModelConfig(path=str(tmp_path), dtype=dtype), kit.WordTokenizer())
+            logp, _ = token_logprobs(model, seqs)
+            logp.sum().backward()
+        grads = torch.cat([p.grad.double().flatten() for p in model.masters.masters.values() if p.grad is not None])
+        runs[run] = (logp.detach().double(), grads)
+        every = {"rms_norm", "rms_norm_back", "swiglu", "swiglu_back", "rotary"}
+        assert set(calls) == (every if run == "kernels" else set())
+    for found, other, exact in zip(runs["kernels"], runs["torch"], runs["exact"], strict=True):
+        off, usual = float((found - exact).norm() / exact.norm()), float((other - exact).norm() / exact.norm())
+        assert 0 < off < 1.3 * usual < 0.1
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -166,7 +245,7 @@ def test_a_model_computes_what_transformers_does(tmp_path, lora: bool) -> None:
     cfg = ModelConfig(path=str(tmp_path), lora_rank=4 if lora else 0)
     model = load_causal_lm(cfg, kit.WordTokenizer())
     blocks = [m for m in model.module.modules() if "forward" in vars(m)]
-    assert len(blocks) == 2 * 3 + 1  # two norms and a gated block each, and the last norm
+    assert len(blocks) == 2 * 4 + 1  # attention, two norms and a gated block each, and the last norm
     seqs, results = kit.sequences(), []
     for plain in (False, True):
         if plain:

@@ -15,7 +15,10 @@ from tutelage.config.common import ModelConfig, OptimConfig
 from tutelage.engines.engine import ModelEngine
 from tutelage.errors import RolloutError
 from tutelage.math.keyed import keyed_uniform, sample_key
+from tutelage.models.fused import fuse
 from tutelage.models.load import load_causal_lm
+from tutelage.native import ops
+from tutelage.native.build import kernels
 from tutelage.rollout.inprocess.admission import Request
 from tutelage.rollout.inprocess.batch import PAGE, Bounds, ContinuousBatch
 from tutelage.rollout.inprocess.mixture import GeometricMixture
@@ -168,15 +171,42 @@ def test_nothing_of_one_row_is_seen_by_another(mixed, byte_tokenizer):
     assert len(batch.table.free) == batch.table.pages
 
 
-def test_pages_of_a_bfloat16_model_are_of_the_dtype_that_multiplies(byte_tokenizer):
+@pytest.mark.parametrize("compiled", [True, False])
+def test_pages_of_a_bfloat16_model_are_of_the_dtype_that_is_read(byte_tokenizer, monkeypatch, compiled):
+    """That of the model where the kernels widen it on the way, else the one that multiplies."""
+    if not compiled:
+        monkeypatch.setattr(ops, "takes", lambda *tensors: False)
+    elif kernels().library is None:
+        pytest.skip(f"no compiled kernels: {kernels().why}")
     engine = make_engine(make_model("llama").bfloat16(), byte_tokenizer)
     batch = engine._batch(make_prompts(PROMPTS, n=2), replace(engine.params, n=2))
     with torch.no_grad():
         batch.step()
         batch.step()
     stores = batch.cache.stores()
-    assert {store.dtype for store in stores} == {torch.float32}
-    assert batch.use.bytes == 4 * sum(store.numel() for store in stores)
+    assert {store.dtype for store in stores} == {torch.bfloat16 if compiled else torch.float32}
+    assert batch.use.bytes == (2 if compiled else 4) * sum(store.numel() for store in stores)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_the_kernels_answer_as_torch_does(byte_tokenizer, monkeypatch, architecture):
+    """Long enough for several pages of a row, with rows that begin and end on the way; and the kernels were asked."""
+    if kernels().library is None:
+        pytest.skip(f"no compiled kernels: {kernels().why}")
+    model = make_model(architecture)
+    fuse(model)
+    engine = make_engine(model, byte_tokenizer, tokens_in_flight=160, max_new_tokens=40)
+    prompts, calls, call = make_prompts(PROMPTS, n=3), set(), ops._call
+    monkeypatch.setattr(ops, "_call", lambda name, *rest: calls.add(name) or call(name, *rest))
+    found = engine.generate(prompts)
+    asked = {"paged_attention", "page_write"} | ({"rms_norm", "rotary", "swiglu"} if architecture == "llama" else set())
+    assert calls == asked
+    calls.clear()
+    monkeypatch.setattr(ops, "takes", lambda *tensors: False)
+    want = engine.generate(prompts)
+    assert calls == set()
+    assert torch.equal(found.sequences.tokens.flat, want.sequences.tokens.flat)
+    torch.testing.assert_close(found.rollout_logp.flat, want.rollout_logp.flat, atol=1e-5, rtol=0)
 
 
 def test_a_request_that_never_fits_is_refused_instead_of_waiting_for_ever(byte_tokenizer):

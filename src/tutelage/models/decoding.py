@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from tutelage.errors import ModelError
+from tutelage.native import ops
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +42,7 @@ class PagedStep:
     own_of_row       (b, I) own pages in order;  own_bag: without blanks;  own_starts (b,): where each row begins.
     hidden           (b, 1, W) float32: minus infinity in columns at which the row has no key, else 0.
     write_page       (b,) and write_at (b,): page, and position in it, where the new keys and values go.
+    prompt_lens      (b,) positions of the shared part;  own_lens (b,): own positions before the new token.
 
     Own pages are counted from `own`, but for `write_page`.
     Blanks name a page of the same prompt or row, so that only finite numbers are hidden.  Pages that nobody reads
@@ -66,6 +68,8 @@ class PagedStep:
     hidden: Tensor
     write_page: Tensor
     write_at: Tensor
+    prompt_lens: Tensor
+    own_lens: Tensor
 
     def to(self, device: torch.device) -> PagedStep:
         """On another device, in one transfer of all index tensors."""
@@ -87,7 +91,8 @@ class PagedStep:
         own = torch.arange(self.own_of_row.shape[1] * page, device=own_lens.device) > own_lens[:, None]
         columns = torch.cat([shared, own], dim=1)[:, None]
         hidden = torch.zeros(columns.shape, device=own_lens.device).masked_fill_(columns, -torch.inf)
-        return replace(self, hidden=hidden, write_at=own_lens % page, longest=longest)
+        lengths = replace(self, prompt_lens=prompt_lens, own_lens=own_lens, longest=longest)
+        return replace(lengths, hidden=hidden, write_at=own_lens % page)
 
 
 def paged_attention(
@@ -110,11 +115,31 @@ def paged_attention(
             fix="keep prompt and response together within the window, or use a model without one",
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if ops.takes(query, key, value) and not (softcap is not None and softcap <= 0):
+        return _native(query, key, value, step, scale, softcap)
     with torch.autocast(query.device.type, enabled=False):
         wide = product_dtype(query)
         scores_bhW = _scores(query[:, :, 0].to(wide), key, step, scale, softcap)
         p_bhW = scores_bhW.softmax(dim=-1)
         return _weighted(p_bhW.to(wide), value, step).to(query.dtype)[:, None]
+
+
+def _native(query: Tensor, key: Tensor, value: Tensor, step: PagedStep, scale: float, softcap: float | None) -> Tensor:
+    """Row by row over exactly the pages it reads, in float32."""
+    return ops.paged_attention(
+        query,
+        key,
+        value,
+        pages_of_prompt=step.pages_of_prompt,
+        own_of_row=step.own_of_row,
+        lane_of_row=step.lane_of_row,
+        prompt_lens=step.prompt_lens,
+        own_lens=step.own_lens,
+        own=step.own,
+        lanes=step.rows.shape[1],
+        scale=scale,
+        softcap=softcap or 0.0,
+    )
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

@@ -1,18 +1,25 @@
-"""The elementwise parts of a transformer block, so that the backward pass keeps less: SwiGLU and RMSNorm.
+"""The elementwise parts of a transformer block, so that the backward pass keeps less: SwiGLU, RMSNorm and rotary
+position embedding.
 
-Shapes: N tokens, F inner features, H hidden.
+Shapes: B rows, N tokens, F inner features, H hidden, h heads, D head size.
 
     y_NF = silu(g) * u                     silu(g) = g sigmoid(g)       (Shazeer 2020, arXiv:2002.05202)
     y_NH = w * x / sqrt(mean_H(x^2) + eps)                              (Zhang and Sennrich 2019, arXiv:1910.07467)
+    y_D = x cos + (-x2, x1) sin            x1, x2 the halves of x       (Su et al. 2021, arXiv:2104.09864)
 
 Autograd keeps g, silu(g) and u of the first, x and the normalised x of the second.  Here it keeps g and u, x and one
-number a token; what is missing is computed again in the backward pass.  The forward pass does what transformers' own
-modules do, so its numbers are theirs to the bit.  The gradient of a norm's weight is summed in float32.
+number a token; what is missing is computed again in the backward pass.  The gradient of a norm's weight is summed in
+float32.
+
+Where the compiled kernels take the tensors (`native.ops.takes`: bfloat16 on a CPU), each is one pass over memory,
+rounded where transformers rounds: its numbers are theirs but for the order of sums and the last place of an
+exponential.  Elsewhere the forward pass does what transformers' own modules do, to the bit.
 """
 
 from __future__ import annotations
 
-from types import CodeType, MethodType
+import functools
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -21,17 +28,23 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotary
+
+from tutelage.native import ops
 
 MLP_NAMES = ("down_proj", "act_fn", "gate_proj", "up_proj")
 NORM_NAMES = ("dtype", "to", "torch", "float32", "pow", "mean", "rsqrt", "variance_epsilon", "weight")
 """What the forward passes that were replaced read, in this order: nothing is replaced where transformers has others."""
+ROTARY = "apply_rotary_pos_emb"
 
 
 def fuse(model: nn.Module) -> None:
-    """Let the gated blocks and norms of `model` compute as above, in place.  Doing it again changes nothing.
+    """Let the gated blocks, norms and rotary embeddings of `model` compute as above, in place.  Doing it again changes
+    nothing.
 
-    A module is one of them where its class has Llama's forward pass to the instruction, which most decoders of
-    transformers have; others are left as they are.  A deep copy of the model has its own.
+    A block or norm is one of them where its class has Llama's forward pass to the instruction, an attention where it
+    calls a function with the instructions of Llama's rotary embedding; most decoders of transformers have both.
+    Others are left as they are.  A deep copy of the model has its own.
     """
     for module in model.modules():
         if "forward" in vars(module):
@@ -40,14 +53,33 @@ def fuse(model: nn.Module) -> None:
             module.forward = MethodType(_gated_forward, module)
         elif _computes(module, LlamaRMSNorm, NORM_NAMES):
             module.forward = MethodType(_norm_forward, module)
+        elif (forward := _with_rotary(type(module).forward)) is not None:
+            module.forward = MethodType(forward, module)
+
+
+@functools.cache
+def _with_rotary(forward: Any) -> FunctionType | None:
+    """The same forward pass with `rotary` for Llama's function; None where it does not call that."""
+    if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
+        return None
+    own = getattr(forward.__globals__.get(ROTARY), "__code__", None)
+    if own is None or not _same(own, llama_rotary.__code__):
+        return None
+    names = {**forward.__globals__, ROTARY: rotary}
+    made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+def _same(own: CodeType, code: CodeType) -> bool:
+    """Whether they have the same instructions, names and constants, but for the docstring."""
+    return (own.co_code, own.co_consts[1:], own.co_names) == (code.co_code, code.co_consts[1:], code.co_names)
 
 
 def _computes(module: nn.Module, known: type[nn.Module], names: tuple[str, ...]) -> bool:
     own: CodeType | None = getattr(type(module).forward, "__code__", None)
     code = known.forward.__code__
-    if own is None or own.co_names != names:
-        return False
-    return (own.co_code, own.co_consts, own.co_names) == (code.co_code, code.co_consts, code.co_names)
+    return own is not None and own.co_names == names and _same(own, code)
 
 
 def _is_silu(activation: Any) -> bool:
@@ -68,7 +100,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if _recorded(gate, up):
         out: Tensor = _Swiglu.apply(gate, up)
         return out
-    return silu(gate) * up
+    return _gated(gate, up)
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return ops.swiglu(gate, up) if gate.shape == up.shape and ops.takes(gate, up) else silu(gate) * up
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -76,8 +112,32 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if _recorded(x, weight):
         out: Tensor = _RMSNorm.apply(x, weight, eps)
         return out
+    return _normed(x, weight, eps, keep=False)[0]
+
+
+def _normed(x: Tensor, weight_H: Tensor, eps: float, keep: bool) -> tuple[Tensor, Tensor | None]:
+    """The normalised x, and what it was multiplied with where it is kept."""
+    if ops.takes(x, weight_H):
+        return ops.rms_norm(x, weight_H, eps, inverse=keep)
     wide = x.float()
-    return weight * (wide * _inverse(wide, eps)).to(x.dtype)
+    inverse = _inverse(wide, eps)
+    return weight_H * (wide * inverse).to(x.dtype), inverse
+
+
+def rotary(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """query (B, h, N, D), key (B, g, N, D), cosine and sine (B, N, D) -> both, turned by their positions."""
+    fits = unsqueeze_dim == 1 and all(ops.rotary_fits(x, cosine, sine) for x in (query, key))
+    if not fits or cosine.requires_grad or not ops.takes(query, key, cosine, sine):
+        turned: tuple[Tensor, Tensor] = llama_rotary(query, key, cosine, sine, unsqueeze_dim=unsqueeze_dim)
+        return turned
+    return _turned(query, cosine, sine), _turned(key, cosine, sine)
+
+
+def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    if _recorded(x):
+        out: Tensor = _Rotary.apply(x, cosine, sine)
+        return out
+    return ops.rotary(x, cosine, sine)
 
 
 def _recorded(*inputs: Tensor) -> bool:
@@ -95,13 +155,15 @@ class _Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return silu(gate) * up
+        return _gated(gate, up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """d g = dy u silu'(g),  d u = dy silu(g)."""
         gate, up = ctx.saved_tensors
+        if ops.takes(gate, up, by_out):
+            return ops.swiglu_back(gate, up, by_out, ctx.needs_input_grad)
         by_gate = torch.ops.aten.silu_backward(by_out * up, gate) if ctx.needs_input_grad[0] else None
         by_up = silu(gate).mul_(by_out) if ctx.needs_input_grad[1] else None
         return by_gate, by_up
@@ -110,16 +172,17 @@ class _Swiglu(torch.autograd.Function):
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        inverse = _inverse(wide, eps)
+        out, inverse = _normed(x, weight_H, eps, keep=True)
         ctx.save_for_backward(x, weight_H, inverse)
-        return weight_H * (wide * inverse).to(x.dtype)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """With z = x r the normalised x and d z = dy w:  d x = r (d z - z mean(d z z)),  d w = sum_N dy z."""
         x, weight_H, inverse = ctx.saved_tensors
+        if ops.takes(x, weight_H, by_out):
+            return *ops.rms_norm_back(x, weight_H, inverse, by_out, ctx.needs_input_grad[:2]), None
         by_x = by_weight_H = None
         z = x.float() * inverse
         if ctx.needs_input_grad[1]:
@@ -129,3 +192,17 @@ class _RMSNorm(torch.autograd.Function):
             mean = (by_z * z).mean(-1, keepdim=True)
             by_x = by_z.sub_(z.mul_(mean)).mul_(inverse).to(x.dtype)
         return by_x, by_weight_H, None
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return ops.rotary(x, cosine, sine)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        by_out = by_out if by_out.stride(3) == 1 else by_out.contiguous()
+        return ops.rotary(by_out, cosine, sine, back=True), None, None

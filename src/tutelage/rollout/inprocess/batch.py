@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from tutelage.errors import RolloutError
 from tutelage.models.next_token import next_token_logits
 from tutelage.models.thin_products import ThinLayers
+from tutelage.native import ops
 from tutelage.rollout.inprocess.admission import Admission, Queue, Request
 from tutelage.rollout.inprocess.cache import PagedCache
 from tutelage.rollout.inprocess.pages import PageTable, Prefix
@@ -223,7 +224,7 @@ class ContinuousBatch:
         fresh = torch.tensor(table.extend(), dtype=torch.int64).to(self.device)
         step = table.layout(self.device).at(rows.prompt_len, rows.own_len, table.page, table.longest)
         self.cache.begin_decode(step, fresh)
-        with self._thin.in_blocks():
+        with self._thin.in_blocks(), ops.in_decoding():
             logits_b1V = next_token_logits(
                 self.model,
                 1,

@@ -16,16 +16,19 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from tutelage.models.decoding import PagedStep, product_dtype
+from tutelage.native import ops
 
 
 class PagedCache(Cache):
     """X pages of z positions per layer, allocated once, when a layer is first written.
 
-    Pages have the dtype in which the attention multiplies (`models.decoding.product_dtype`): that of the model, but
-    float32 for half precision on a CPU, so that no step converts every page that it reads.  That is twice the bytes.
+    Pages have the dtype of the model where the compiled kernels read them.  Else that in which the attention multiplies
+    (`models.decoding.product_dtype`): float32 for half precision on a CPU, so that no step converts every page that it
+    reads.  That is twice the bytes.
 
-    A page that is given out is set to 0 where it is not written at once.  A hidden position has weight 0, and that
-    times what an earlier row or the allocator left there must be 0 too.
+    A page that is given out is set to 0 where it is not written at once, unless the kernels read it, which look at no
+    hidden position.  Elsewhere a hidden position has weight 0, and that times what an earlier row or the allocator left
+    there must be 0 too.
     """
 
     def __init__(self, pages: int, page: int) -> None:
@@ -67,6 +70,11 @@ class PagedCache(Cache):
             self._keys.append(self._empty(key_states))
             self._values.append(self._empty(value_states))
         keys, values = self._keys[layer_idx], self._values[layer_idx]
+        native = self._step is not None and ops.takes(key_states, value_states, keys, values)
+        if native:  # reads what was written, no more: nothing has to be cleared
+            ops.page_write(key_states, keys, self._page_n, self._at_n)
+            ops.page_write(value_states, values, self._page_n, self._at_n)
+            return keys, values
         if self._clear.shape[0]:
             keys.index_fill_(0, self._clear, 0.0)
             values.index_fill_(0, self._clear, 0.0)
@@ -80,7 +88,7 @@ class PagedCache(Cache):
 
     def _empty(self, states: Tensor) -> Tensor:
         shape = (self.pages, states.shape[1], self.page, states.shape[3])
-        return states.new_empty(shape, dtype=product_dtype(states))
+        return states.new_empty(shape, dtype=states.dtype if ops.takes(states) else product_dtype(states))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0 if self._step is None else self._longest - 1

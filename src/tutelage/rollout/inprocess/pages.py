@@ -166,6 +166,8 @@ class PageTable:
             hidden=torch.empty(0),
             write_page=torch.tensor([pages[-1] for pages in self._own]),
             write_at=torch.empty(0, dtype=torch.int64),
+            prompt_lens=torch.empty(0, dtype=torch.int64),
+            own_lens=torch.empty(0, dtype=torch.int64),
         )
 
     def _give_back(self, pages: Sequence[int]) -> None:
