@@ -127,12 +127,17 @@ def test_rotary_is_that_of_transformers_to_the_bit_with_its_gradients(dtype, bat
 
 
 def test_what_is_not_a_number_stays_so() -> None:
-    """A NaN with every bit set would carry into the sign where it is rounded carelessly."""
-    worst = torch.tensor([0x7FFFFFFF, 0x7F800001, 0x7F800000], dtype=torch.int32).view(torch.float32)
-    x = torch.ones(1, 16).to(BF16)
-    x[0, 3] = worst[0].to(BF16)
-    assert ops.rms_norm(x, torch.ones(16).to(BF16), NORM_EPS)[0].isnan().all()
-    assert ops.swiglu(worst[:2].to(BF16), torch.ones(2).to(BF16)).isnan().all()
+    """Every NaN there is in bfloat16: rounding one must not carry into the sign."""
+    bits = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(BF16)
+    every = bits[bits.isnan()]
+    ones = torch.ones_like(every)
+    assert len(every) == 254
+    for found in (
+        ops.swiglu(every, ones),
+        ops.swiglu(ones, every),
+        ops.rms_norm(every[:, None], ones[:1], NORM_EPS)[0],
+    ):
+        assert found.isnan().all()
 
 
 # ---- one decode step ----

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -70,16 +71,21 @@ class ThinLayers:
                 del layer.__dict__["forward"]
 
 
-def _block_of(module: nn.Linear) -> int | None:
-    """The size of a layer's blocks; None where it is left as it is."""
+def is_plain_linear(module: nn.Module, dtype: torch.dtype) -> TypeGuard[nn.Linear]:
+    """Whether it is a linear layer with a whole matrix of this type on a CPU, and nothing hangs on it."""
     if type(module) is not nn.Linear or "forward" in vars(module):
-        return None
+        return False
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     weight = module.weight
-    plain = type(weight.data) is Tensor and weight.device.type == "cpu" and weight.dtype == torch.float32
-    if any(hooks) or not plain or not weight.is_contiguous() or weight.shape[1] < FEWEST_INPUTS:
+    plain = type(weight.data) is Tensor and weight.device.type == "cpu" and weight.dtype == dtype
+    return plain and not any(hooks) and weight.is_contiguous()
+
+
+def _block_of(module: nn.Linear) -> int | None:
+    """The size of a layer's blocks; None where it is left as it is."""
+    if not is_plain_linear(module, torch.float32) or module.weight.shape[1] < FEWEST_INPUTS:
         return None
-    outputs = weight.shape[0]
+    outputs = module.weight.shape[0]
     sizes = (size for size in range(BLOCK, SMALLEST_BLOCK - 1, -1) if outputs % size == 0)
     return next((size for size in sizes if outputs // size >= 4), None)
 

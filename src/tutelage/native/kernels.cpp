@@ -32,10 +32,10 @@ static inline float load(const float x) { return x; }
 static inline float load(const bf16 x) { return from_bits((uint32_t)x.bits << 16); }
 
 static inline void store(float& to, float x) { to = x; }
-static inline void store(bf16& to, float x) {  // to the nearest, ties to even; a NaN stays one
+// To the nearest, ties to even.  Of a NaN that comes of bf16 the low bits are 0, so it does not carry into the sign.
+static inline void store(bf16& to, float x) {
     const uint32_t u = to_bits(x);
-    const uint32_t up = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    to.bits = (uint16_t)(x != x ? 0x7fc0u : up);
+    to.bits = (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
 template <class T>

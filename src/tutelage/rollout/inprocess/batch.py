@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from tutelage.errors import RolloutError
 from tutelage.models.next_token import next_token_logits
+from tutelage.models.packed_products import PackedLayers
 from tutelage.models.thin_products import ThinLayers
 from tutelage.native import ops
 from tutelage.rollout.inprocess.admission import Admission, Queue, Request
@@ -117,6 +118,7 @@ class ContinuousBatch:
         self.stopping = stopping
         self.device = device
         self._thin = ThinLayers(model, besides=_output_head(model))
+        self._packed = PackedLayers(model, params.max_new_tokens)
         self.queue = Queue(requests, params.max_new_tokens, bounds.slots, bounds.prefill)
         page = _page_that_fits(self.queue, bounds.tokens)
         pages = min(bounds.tokens // page, self.queue.pages_needed(page))
@@ -224,7 +226,7 @@ class ContinuousBatch:
         fresh = torch.tensor(table.extend(), dtype=torch.int64).to(self.device)
         step = table.layout(self.device).at(rows.prompt_len, rows.own_len, table.page, table.longest)
         self.cache.begin_decode(step, fresh)
-        with self._thin.in_blocks(), ops.in_decoding():
+        with self._thin.in_blocks(), self._packed.in_order(), ops.in_decoding():
             logits_b1V = next_token_logits(
                 self.model,
                 1,

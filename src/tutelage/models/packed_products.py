@@ -1,0 +1,76 @@
+"""Products with the same matrices many times over, as decoding makes them, in bfloat16 on a CPU.
+
+oneDNN brings a matrix into an order of its own for each product.  For few rows that is a third of a product's time,
+so it is done once for all steps of a batch: as many bytes again as the matrices have, for as long as the batch lives.
+The products are the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from tutelage.models.thin_products import FEWEST_INPUTS, is_plain_linear
+
+FEWEST_STEPS = 32
+"""Of a batch: with fewer, ordering the matrices costs more than it saves."""
+MOST_ROWS = 256
+"""For more, the order of each product costs little beside it."""
+
+
+class PackedLayers:
+    """The linear layers of a model that may multiply with ordered copies: plain, whole bfloat16 matrices on a CPU that
+    nothing hangs on.  The copies are made when they are first used, and the weights must stay the same from then on.
+
+    steps: how often each will multiply, at most.
+    """
+
+    def __init__(self, model: nn.Module, steps: int) -> None:
+        fits = steps >= FEWEST_STEPS and _supported()
+        self._layers = [m for m in model.modules() if _packable(m)] if fits else []
+        self._forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Inside, without gradients, the layers multiply so."""
+        if not self._forwards:
+            self._forwards = {layer: _forward(layer) for layer in self._layers}
+        for layer, forward in self._forwards.items():
+            layer.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            for layer in self._forwards:
+                del layer.__dict__["forward"]
+
+
+def _supported() -> bool:
+    """Whether this build of torch has the two operators, and this processor the products."""
+    names = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+    if not torch.backends.mkldnn.is_available() or not all(hasattr(torch.ops.mkldnn, name) for name in names):
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _packable(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return is_plain_linear(module, torch.bfloat16) and module.weight.shape[1] >= FEWEST_INPUTS
+
+
+def _forward(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), MOST_ROWS)
+
+    def forward(x: Tensor) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        if x.dtype != torch.bfloat16 or rows > MOST_ROWS or torch.is_autocast_enabled("cpu"):
+            return nn.functional.linear(x, layer.weight, layer.bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, layer.bias, "none", [], "")
+        return out
+
+    return forward
