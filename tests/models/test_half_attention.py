@@ -73,7 +73,7 @@ def test_gradients_are_exact_ones_rounded_once(name: str, score_bytes: int, monk
 def test_runs_hold_all_queries_in_multiples_of_sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(half, "SCORE_BYTES", 1000)
     for count in (1, 16, 128, 129, 1000):
-        run = half._queries_of_a_run(count, 4)
+        run = half.queries_of_a_run(count, 4)
         assert run % half.ALIGNED == 0
         assert run <= max(half.ALIGNED, 250 + half.ALIGNED)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from tutelage.errors import ModelError
-from tutelage.models import half_attention
+from tutelage.models import half_attention, half_row
 from tutelage.models.decoding import PagedStep, paged_attention
 from tutelage.models.parallel.ring import ring_attention
 from tutelage.models.parallel.tokens import Pieces, TokenCut
@@ -148,6 +149,10 @@ def _packed(
     lens = [end - start for start, end in itertools.pairwise(edges)]
     if edges[0] != 0 or edges[-1] != query.shape[2] or min(lens, default=0) < 0:
         raise ModelError(f"segments end at {edges[-1]}, the packed row has {query.shape[2]} tokens")
+    if causal and _half_row_fits(query, key, value, max(lens, default=0), window, softcap):
+        whole = Segments(tuple(lens), (NO_PREFIX,) * len(lens))
+        forward = partial(_packed, cu_seq_lens=cu_seq_lens, scaling=scaling, causal=True, window=None, softcap=None)
+        return half_row.row_attention(query, key, value, whole, _scale(query, scaling), forward)
     parts = zip(query.split(lens, 2), key.split(lens, 2), value.split(lens, 2), strict=True)
     outs = [
         _attend(q, k, v, scaling, causal, _window_mask(q.shape[2], window, causal, q.device), softcap)
@@ -173,15 +178,32 @@ def _shared(
         index, cu_q, cu_k = segments.keys(query.device)
         # causal FlashAttention aligns the last query with the last key, which is where a segment ends
         return _flash_varlen(query, _taken(key, index), _taken(value, index), cu_q, scaling, True, window, cu_k)
+    longest = max((size + segments.prefix_len(at) for at, size in enumerate(segments.lens)), default=0)
+    if _half_row_fits(query, key, value, longest, window, softcap):
+        forward = partial(_shared, segments=segments, scaling=scaling, window=None, softcap=None)
+        return half_row.row_attention(query, key, value, segments, _scale(query, scaling), forward)
     lens = list(segments.lens)
     keys, values, outs = key.split(lens, 2), value.split(lens, 2), []
     for q, k, v, prefix in zip(query.split(lens, 2), keys, values, segments.prefixes, strict=True):
+        if not q.shape[2]:
+            continue
         if prefix == NO_PREFIX:
             outs.append(_attend(q, k, v, scaling, True, _window_mask(q.shape[2], window, True, q.device), softcap))
             continue
         k, v = torch.cat([keys[prefix], k], dim=2), torch.cat([values[prefix], v], dim=2)
         outs += _after_prefix(q, k, v, scaling, window, softcap)
     return torch.cat(outs, dim=2).transpose(1, 2)
+
+
+def _half_row_fits(
+    query: Tensor, key: Tensor, value: Tensor, longest: int, window: int | None, softcap: float | None
+) -> bool:
+    """longest: keys that a query may see."""
+    return softcap is None and (window is None or longest <= window) and half_attention.fits(query, key, value)
+
+
+def _scale(query: Tensor, scaling: float | None) -> float:
+    return scaling if scaling is not None else query.shape[-1] ** -0.5
 
 
 def _taken(x: Tensor, index_K: Tensor) -> Tensor:
@@ -217,7 +239,7 @@ def _cut(
     softcap: float | None,
 ) -> Tensor:
     """(1, n, h, D): the local tokens of a row that is cut over ranks."""
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    scale = _scale(query, scaling)
     if cut.parallel.ring and cut.parallel.context is not None:
         return ring_attention(query, key, value, cut, scale, causal, window, softcap)
 
@@ -287,8 +309,7 @@ def _attend(
 ) -> Tensor:
     """(B, h, Q, D). A mask, where given, says everything and the causal flag is not read."""
     if softcap is None and half_attention.fits(query, key, value):
-        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        return half_attention.half_attention(query, key, value, mask, causal, scale)
+        return half_attention.half_attention(query, key, value, mask, causal, _scale(query, scaling))
     if softcap is None:
         return sdpa(
             query,
@@ -301,7 +322,7 @@ def _attend(
         )
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = (query @ key.transpose(-1, -2)).float() * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    scores = (query @ key.transpose(-1, -2)).float() * _scale(query, scaling)
     scores = softcap * torch.tanh(scores / softcap)
     if mask is None and causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

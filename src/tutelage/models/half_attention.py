@@ -69,13 +69,13 @@ class _HalfAttention(torch.autograd.Function):
         k_gKD, v_gKE = _padded(key[0], width), _padded(value[0], width)
         dk_gKD, dv_gKE = torch.zeros_like(k_gKD), torch.zeros_like(v_gKE)
         dq_hQD = torch.empty_like(query[0])
-        run = _queries_of_a_run(count, 4 * h * width)
+        run = queries_of_a_run(count, 4 * h * width)
         for start in range(0, count, run):
             end = min(count, start + run)
             seen = min(width, -(-end // ALIGNED) * ALIGNED) if ctx.causal else width
             bias_qK = _bias(start, end, keys, seen, mask, ctx.causal)
             q_gD, do_gE = _by_group(query[0, :, start:end], g), _by_group(grad[0, :, start:end], g)
-            found = _run(q_gD, k_gKD[:, :seen], v_gKE[:, :seen], do_gE, bias_qK, ctx.scale)
+            found = run_gradients(q_gD, k_gKD[:, :seen], v_gKE[:, :seen], do_gE, bias_qK, ctx.scale)
             dq_hQD[:, start:end] = found[0].view(h, end - start, -1)
             dk_gKD[:, :seen] += found[1]
             dv_gKE[:, :seen] += found[2]
@@ -83,11 +83,13 @@ class _HalfAttention(torch.autograd.Function):
         return dq_hQD[None], dk, dv, None, None, None
 
 
-def _run(
+def run_gradients(
     q_gD: Tensor, k_gKD: Tensor, v_gKE: Tensor, do_gE: Tensor, bias_qK: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (g, r q, D), dk (g, K, D), dv (g, K, E) of one run; its queries are those of a group's heads, one after
-    another."""
+    """dq (g, r q, D), dk (g, K, D), dv (g, K, E) of one run; its queries are those of a group's heads.
+
+    bias_qK (q, K) where they are given head after head; or (r q, K).
+    """
     s = torch.bmm(q_gD, k_gKD.transpose(1, 2))
     by_query = s.view(-1, *bias_qK.shape)
     torch.add(bias_qK, by_query, alpha=scale, out=by_query)
@@ -98,7 +100,7 @@ def _run(
     return torch.bmm(ds, k_gKD).mul_(scale), torch.bmm(ds.transpose(1, 2), q_gD).mul_(scale), dv
 
 
-def _queries_of_a_run(count: int, row_bytes: int) -> int:
+def queries_of_a_run(count: int, row_bytes: int) -> int:
     """The queries in runs of about one size, whole multiples of ALIGNED, of at most SCORE_BYTES where that can be."""
     runs = -(-count // max(FEWEST_QUERIES, SCORE_BYTES // row_bytes))
     return -(-count // (runs * ALIGNED)) * ALIGNED
