@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +17,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import counting
 import measure
+import native_kernels
 import stages
 import workload
+
+from tutelage.models import half_row, packed_products
+from tutelage.native import build, ops
 
 SIZES = workload.Sizes(
     sequences=4, prompt=(3, 5), response=(2, 6), new_tokens=3, ragged=(4, 12), ragged_sequences=4, seed=1
@@ -164,3 +170,32 @@ def test_the_command_prints_a_row_for_each_stage_asked_for(
     ]
     with pytest.raises(SystemExit, match="no-such-folder"):
         stages.main([*asked, "--model", "./no-such-folder"])
+
+
+def test_each_setting_of_the_kernels_benchmark_leaves_out_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--prompts", "2", "--groups", "1", "--samples", "2", "--prompt-tokens", "6", "--new-tokens", "32"]
+    calls: dict[str, set[str]] = {}
+    real = native_kernels.within
+
+    def within(setting: str) -> Any:
+        stack, seen = real(setting), calls.setdefault(setting, set())
+        for module, name in ((half_row, "row_attention"), (packed_products, "_forward")):
+            noted = functools.partial(_noted, seen, name, getattr(module, name))
+            stack.enter_context(patch.object(module, name, noted))
+        call = ops._call
+        stack.enter_context(patch.object(ops, "_call", lambda name, *rest: _noted(seen, name, call, name, *rest)))
+        return stack
+
+    with patch.object(native_kernels, "within", within):
+        native_kernels.main(["--repeat", "1", *sizes])
+    assert capsys.readouterr().out.count("\n| ") == 5
+    has_kernels, has_order = build.kernels().library is not None, packed_products._supported()
+    assert calls["torch"] == set()
+    assert calls["together"] == {"row_attention"}
+    assert ("paged_attention" in calls["kernels"]) == ("rms_norm_back" in calls["kernels"]) == has_kernels
+    assert calls["ordered"] == calls["kernels"] | ({"_forward"} if has_order else set())
+
+
+def _noted(seen: set[str], name: str, call: Callable[..., Any], *given: Any) -> Any:
+    seen.add(name)
+    return call(*given)

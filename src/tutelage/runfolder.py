@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tutelage.errors import CheckpointError
-from tutelage.native.build import kernels
+from tutelage.native.build import described
 from tutelage.reports.metrics_log import to_json, write_bytes
 
 PACKAGES = ("tutelage", "torch", "transformers", "tokenizers", "peft", "datasets", "safetensors", "numpy")
@@ -91,7 +91,7 @@ def lineage(seed: int, data: Mapping[str, str], models: Mapping[str, str]) -> di
         "python": platform.python_version(),
         "system": platform.platform(),
         "cpus": os.cpu_count(),
-        "kernels": kernels().why or "compiled",
+        "kernels": described(),
     }
     return {"seed": seed, "data": dict(data), "models": dict(models), "versions": versions, "machine": machine}
 

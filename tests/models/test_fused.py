@@ -8,6 +8,7 @@ from typing import Any
 import model_kit as kit
 import pytest
 import torch
+from native_kit import needs_compiler
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import (
@@ -17,6 +18,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    NanoChatConfig,
     OlmoConfig,
     Qwen2Config,
     Qwen3Config,
@@ -28,6 +30,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention, MixtralRMSNorm
+from transformers.models.nanochat.modeling_nanochat import NanoChatAttention
 from transformers.models.olmo.modeling_olmo import OlmoAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm
@@ -39,7 +42,6 @@ from tutelage.models.language_model import backbone_of
 from tutelage.models.load import load_causal_lm
 from tutelage.models.trunk import Trunk
 from tutelage.native import ops
-from tutelage.native.build import kernels
 
 EPS = 1e-3
 QWEN3: dict[str, Any] = {
@@ -169,6 +171,7 @@ def one_of_each() -> nn.ModuleDict:
             "mistral attention": MistralAttention(MistralConfig(**sizes, **heads), 0),
             "mixtral attention": MixtralAttention(MixtralConfig(**sizes, **heads), 0),
             "rounded attention": OlmoAttention(OlmoConfig(**sizes, **heads), 0),
+            "backward attention": NanoChatAttention(NanoChatConfig(**sizes, **heads), 0),
             "unturned attention": GPT2Attention(GPT2Config(n_embd=24, n_head=2)),
         }
     )
@@ -211,7 +214,7 @@ def test_an_attention_with_another_rotary_embedding_is_left_alone(monkeypatch: p
     assert "mistral attention" in found
 
 
-@pytest.mark.skipif(kernels().library is None, reason="no compiled kernels")
+@needs_compiler
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_in_bfloat16_a_model_trains_as_with_transformers_own_operators(tmp_path, monkeypatch, kind: str) -> None:
     """Both are as far from float32 as the rounding of bfloat16 takes them, and no further."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from native_kit import needs_compiler
 
 from tutelage.errors import ConfigError
 from tutelage.models import fused
@@ -24,9 +25,6 @@ def _own_cache(tmp_path, monkeypatch):
     build.kernels.cache_clear()
     yield
     build.kernels.cache_clear()
-
-
-needs_compiler = pytest.mark.skipif(build.kernels().library is None, reason=f"no compiler: {build.kernels().why}")
 
 
 def script(tmp_path: Path, text: str) -> str:
@@ -75,7 +73,7 @@ def test_switched_off_nothing_is_compiled(monkeypatch, tmp_path) -> None:
 
 
 @needs_compiler
-def test_a_second_process_finds_what_the_first_has_compiled(tmp_path, capfd) -> None:
+def test_what_was_compiled_once_is_found_again(tmp_path, capfd) -> None:
     assert build.kernels().library is not None
     assert "compiling the CPU kernels" in capfd.readouterr().err
     (made,) = (tmp_path / "cache" / "tutelage").iterdir()
@@ -103,6 +101,23 @@ def test_processes_may_compile_at_the_same_time(tmp_path) -> None:
     errors = [run.communicate()[1].decode() for run in runs]
     assert [run.returncode for run in runs] == [0, 0, 0], errors
     assert len(list((tmp_path / "cache" / "tutelage").iterdir())) == 1
+
+
+@needs_compiler
+def test_the_compiler_may_be_named_with_what_belongs_before_it(monkeypatch) -> None:
+    monkeypatch.setenv("CXX", "env " + build.compiler_command()[0])
+    assert build.kernels().library is not None
+    assert build.described() == ("a GPU computes" if torch.cuda.is_available() else "compiled")
+
+
+def test_a_user_without_a_home_has_a_temporary_folder(monkeypatch, tmp_path) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(build.Path, "home", no_home)
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert build.cache_folder() == tmp_path / f"tutelage-{os.getuid()}"
 
 
 def test_a_cache_that_cannot_be_written_gives_way_to_a_temporary_folder(monkeypatch, tmp_path) -> None:

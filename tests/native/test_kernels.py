@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from native_kit import needs_compiler
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from tutelage.errors import ShapeError
 from tutelage.models import fused
+from tutelage.models.decoding import _native_fits
 from tutelage.native import ops
 from tutelage.native.build import kernels
 
@@ -20,7 +24,7 @@ BF16 = torch.bfloat16
 TYPES = [pytest.param(torch.float32, 2e-6, id="float32"), pytest.param(BF16, 2**-7, id="bfloat16")]
 NORM_EPS = 1e-3
 
-pytestmark = pytest.mark.skipif(kernels().library is None, reason=f"no compiled kernels: {kernels().why}")
+pytestmark = needs_compiler
 
 
 @pytest.fixture(autouse=True, params=[1, 2], ids=["one thread", "two threads"])
@@ -238,7 +242,33 @@ def test_each_row_is_written_to_its_own_place_and_nowhere_else(dtype, contiguous
     assert torch.equal(pool, right)
 
 
+def test_pools_that_a_layer_makes_of_what_it_caches_are_left_to_torch() -> None:
+    """Multi-head latent attention: views of larger tensors, or values that are narrower than keys."""
+    query, pool, narrow = torch.ones(5, 6, 1, 16), torch.ones(3, 2, 4, 16), torch.ones(3, 2, 4, 8)
+    view = torch.ones(3, 2, 4, 32)[..., :16]
+    assert _native_fits(query, pool, pool, None)
+    assert _native_fits(query, pool, pool, 2.0)
+    for key, value, softcap in ((pool, narrow, None), (pool, view, None), (view, pool, None), (narrow, narrow, None)):
+        assert not _native_fits(query, key, value, softcap)
+        with pytest.raises(ShapeError, match="no pools"):
+            attended(query, key, value)
+    assert not _native_fits(query, pool, pool, 0.0)
+    assert attended(query, pool, pool).eq(1).all()
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    rows, zero = len(query), torch.zeros(len(query), dtype=torch.int64)
+    pages = {"pages_of_prompt": zero[:1, None], "own_of_row": zero[:, None], "lane_of_row": zero}
+    lens = {"prompt_lens": zero, "own_lens": zero}
+    return ops.paged_attention(query, key, value, **pages, **lens, own=1, lanes=rows, scale=1.0)
+
+
 # ---- which tensors they take ----
+
+
+def test_where_there_is_a_compiler_there_are_kernels() -> None:
+    """All other tests of theirs would be skipped where the source does not compile."""
+    assert kernels().library is not None, kernels().why
 
 
 def test_they_take_plain_tensors_on_a_cpu_of_one_type_that_they_know() -> None:
@@ -260,12 +290,14 @@ def test_they_take_plain_tensors_on_a_cpu_of_one_type_that_they_know() -> None:
 
 def test_float32_is_taken_in_a_decode_step_only() -> None:
     x = torch.ones(2, 4)
-    assert ops.takes(x)
-    ops._decoding = False
-    try:
-        assert not ops.takes(x)
+    assert ops.takes(x), "the fixture is inside one"
+
+    def elsewhere() -> list[bool]:
+        """A thread that begins in the middle of a decode step is in none itself."""
+        outside = ops.takes(x)
         with ops.in_decoding():
-            assert ops.takes(x)
-        assert not ops.takes(x)
-    finally:
-        ops._decoding = True
+            inside = ops.takes(x)
+        return [outside, inside, ops.takes(x)]
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(elsewhere).result() == [False, True, False]

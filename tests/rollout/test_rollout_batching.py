@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from native_kit import needs_compiler, why_no_compiler
 from rollout_kit import PROMPTS, make_engine, make_model, make_prompts, plain_twin, rows_of
 from transformers import AutoTokenizer
 
@@ -18,7 +19,6 @@ from tutelage.math.keyed import keyed_uniform, sample_key
 from tutelage.models.fused import fuse
 from tutelage.models.load import load_causal_lm
 from tutelage.native import ops
-from tutelage.native.build import kernels
 from tutelage.rollout.inprocess.admission import Request
 from tutelage.rollout.inprocess.batch import PAGE, Bounds, ContinuousBatch
 from tutelage.rollout.inprocess.mixture import GeometricMixture
@@ -176,8 +176,8 @@ def test_pages_of_a_bfloat16_model_are_of_the_dtype_that_is_read(byte_tokenizer,
     """That of the model where the kernels widen it on the way, else the one that multiplies."""
     if not compiled:
         monkeypatch.setattr(ops, "takes", lambda *tensors: False)
-    elif kernels().library is None:
-        pytest.skip(f"no compiled kernels: {kernels().why}")
+    elif why_no_compiler():
+        pytest.skip(why_no_compiler())
     engine = make_engine(make_model("llama").bfloat16(), byte_tokenizer)
     batch = engine._batch(make_prompts(PROMPTS, n=2), replace(engine.params, n=2))
     with torch.no_grad():
@@ -188,11 +188,10 @@ def test_pages_of_a_bfloat16_model_are_of_the_dtype_that_is_read(byte_tokenizer,
     assert batch.use.bytes == (2 if compiled else 4) * sum(store.numel() for store in stores)
 
 
+@needs_compiler
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_the_kernels_answer_as_torch_does(byte_tokenizer, monkeypatch, architecture):
     """Long enough for several pages of a row, with rows that begin and end on the way; and the kernels were asked."""
-    if kernels().library is None:
-        pytest.skip(f"no compiled kernels: {kernels().why}")
     model = make_model(architecture)
     fuse(model)
     engine = make_engine(model, byte_tokenizer, tokens_in_flight=160, max_new_tokens=40)

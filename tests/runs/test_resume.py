@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from tutelage.build import resume_run
 from tutelage.errors import CheckpointError
 from tutelage.mirror import fetch
+from tutelage.native.build import described
 from tutelage.reports.metrics_log import read_events, read_metrics
 
 VOLATILE = ("time", "memory/")
@@ -80,6 +82,18 @@ def test_resume_refuses_other_data_than_the_run_began_with(run, files, tiny_llam
     (result.folder / "summary.json").unlink()
     data.write_text(data.read_text() + '{"prompt": "new", "completion": "row"}\n')
     with pytest.raises(CheckpointError, match=r"the data of .* changed since the run began"):
+        resume_run(result.folder, "plain")
+
+
+def test_resume_says_where_it_computes_otherwise_than_the_run_began(run, files, tiny_llama_folder):
+    result = run("sft", f"model.path={tiny_llama_folder}", f"data.train={files['demonstrations']}", "sft.batch_size=8")
+    (result.folder / "summary.json").unlink()
+    lineage = result.folder / "lineage.json"
+    found = json.loads(lineage.read_text())
+    assert found["machine"]["kernels"] == described()
+    found["machine"]["kernels"] = "none of c++ is found"
+    lineage.write_text(json.dumps(found))
+    with pytest.warns(UserWarning, match=r"began with CPU kernels: none of c\+\+ is found; now: "):
         resume_run(result.folder, "plain")
 
 

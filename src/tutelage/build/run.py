@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,6 +178,13 @@ def require_same_lineage(folder: Path, cfg: AnyConfig, data: StageData) -> None:
                     f"now {str(now[kind].get(name))[:12]})",
                     fix="put back what the run started from, or start a new run",
                 )
+    before, here = (found["machine"].get("kernels", "not recorded") for found in (then, now))
+    if before != here:
+        warnings.warn(
+            f"{folder} began with CPU kernels: {before}; now: {here}. What is computed in bfloat16, and tokens drawn "
+            "on a CPU, may differ in their last bits from what the run would have computed (docs/kernels.md)",
+            stacklevel=2,
+        )
 
 
 def assemble(

@@ -115,13 +115,23 @@ def paged_attention(
             fix="keep prompt and response together within the window, or use a model without one",
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if ops.takes(query, key, value) and not (softcap is not None and softcap <= 0):
+    if _native_fits(query, key, value, softcap):
         return _native(query, key, value, step, scale, softcap)
     with torch.autocast(query.device.type, enabled=False):
         wide = product_dtype(query)
         scores_bhW = _scores(query[:, :, 0].to(wide), key, step, scale, softcap)
         p_bhW = scores_bhW.softmax(dim=-1)
         return _weighted(p_bhW.to(wide), value, step).to(query.dtype)[:, None]
+
+
+def _native_fits(query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> bool:
+    """Whether the compiled kernels take them: values as wide as keys, in pools that lie as they were allocated.
+
+    Not so where a layer caches something else and makes keys and values of the pools (multi-head latent attention).
+    """
+    pools = key.shape == value.shape and key.is_contiguous() and value.is_contiguous()
+    alike = pools and query.shape[-1] == key.shape[-1] and (softcap is None or softcap > 0)
+    return alike and ops.takes(query, key, value)
 
 
 def _native(query: Tensor, key: Tensor, value: Tensor, step: PagedStep, scale: float, softcap: float | None) -> Tensor:

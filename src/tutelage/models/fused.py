@@ -35,7 +35,7 @@ from tutelage.native import ops
 MLP_NAMES = ("down_proj", "act_fn", "gate_proj", "up_proj")
 NORM_NAMES = ("dtype", "to", "torch", "float32", "pow", "mean", "rsqrt", "variance_epsilon", "weight")
 """What the forward passes that were replaced read, in this order: nothing is replaced where transformers has others."""
-ROTARY = "apply_rotary_pos_emb"
+ROTARY, HALF = "apply_rotary_pos_emb", "rotate_half"
 
 
 def fuse(model: nn.Module) -> None:
@@ -59,11 +59,15 @@ def fuse(model: nn.Module) -> None:
 
 @functools.cache
 def _with_rotary(forward: Any) -> FunctionType | None:
-    """The same forward pass with `rotary` for Llama's function; None where it does not call that."""
+    """The same forward pass with `rotary` for Llama's function; None where it does not call that.
+
+    Llama's is one that has its instructions, and calls a function with those of Llama's `rotate_half`.
+    """
     if not isinstance(forward, FunctionType) or ROTARY not in forward.__code__.co_names:
         return None
-    own = getattr(forward.__globals__.get(ROTARY), "__code__", None)
-    if own is None or not _same(own, llama_rotary.__code__):
+    own = forward.__globals__.get(ROTARY)
+    halves = [getattr(function, "__globals__", {}).get(HALF) for function in (own, llama_rotary)]
+    if not _same(own, llama_rotary) or not _same(*halves):
         return None
     names = {**forward.__globals__, ROTARY: rotary}
     made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -71,15 +75,21 @@ def _with_rotary(forward: Any) -> FunctionType | None:
     return made
 
 
-def _same(own: CodeType, code: CodeType) -> bool:
-    """Whether they have the same instructions, names and constants, but for the docstring."""
-    return (own.co_code, own.co_consts[1:], own.co_names) == (code.co_code, code.co_consts[1:], code.co_names)
+def _same(own: Any, known: Any) -> bool:
+    """Whether two functions have the same instructions, names and constants, but for the docstring."""
+    parts = []
+    for function in (own, known):
+        code: CodeType | None = getattr(function, "__code__", None)
+        if code is None:
+            return False
+        constants = [constant for constant in code.co_consts if constant != function.__doc__]
+        parts.append((code.co_code, code.co_names, constants))
+    return parts[0] == parts[1]
 
 
 def _computes(module: nn.Module, known: type[nn.Module], names: tuple[str, ...]) -> bool:
-    own: CodeType | None = getattr(type(module).forward, "__code__", None)
-    code = known.forward.__code__
-    return own is not None and own.co_names == names and _same(own, code)
+    code: CodeType = known.forward.__code__
+    return code.co_names == names and _same(type(module).forward, known.forward)
 
 
 def _is_silu(activation: Any) -> bool:
@@ -117,7 +127,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _normed(x: Tensor, weight_H: Tensor, eps: float, keep: bool) -> tuple[Tensor, Tensor | None]:
     """The normalised x, and what it was multiplied with where it is kept."""
-    if ops.takes(x, weight_H):
+    if x.shape[-1:] == weight_H.shape and ops.takes(x, weight_H):
         return ops.rms_norm(x, weight_H, eps, inverse=keep)
     wide = x.float()
     inverse = _inverse(wide, eps)

@@ -2,7 +2,7 @@
 
 oneDNN brings a matrix into an order of its own for each product.  For few rows that is a third of a product's time,
 so it is done once for all steps of a batch: as many bytes again as the matrices have, for as long as the batch lives.
-The products are the same to the bit.
+Products were the same to the bit wherever that was tried; oneDNN does not promise it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from tutelage.models.thin_products import FEWEST_INPUTS, is_plain_linear
+from tutelage.native.build import switch
 
 FEWEST_STEPS = 32
-"""Of a batch: with fewer, ordering the matrices costs more than it saves."""
+"""Of a response: with fewer, ordering the matrices may cost more than it saves."""
+MOST_BYTES = 4 << 30
+"""Of all copies together: a larger model has none."""
 MOST_ROWS = 256
 """For more, the order of each product costs little beside it."""
 
@@ -26,12 +29,12 @@ class PackedLayers:
     """The linear layers of a model that may multiply with ordered copies: plain, whole bfloat16 matrices on a CPU that
     nothing hangs on.  The copies are made when they are first used, and the weights must stay the same from then on.
 
-    steps: how often each will multiply, at most.
+    steps: how often each multiplies for the longest response there may be.
     """
 
     def __init__(self, model: nn.Module, steps: int) -> None:
-        fits = steps >= FEWEST_STEPS and _supported()
-        self._layers = [m for m in model.modules() if _packable(m)] if fits else []
+        found = [m for m in model.modules() if _packable(m)] if steps >= FEWEST_STEPS and _supported() else []
+        self._layers = found if sum(layer.weight.nbytes for layer in found) <= MOST_BYTES else []
         self._forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
 
     def __len__(self) -> int:
@@ -52,7 +55,9 @@ class PackedLayers:
 
 
 def _supported() -> bool:
-    """Whether this build of torch has the two operators, and this processor the products."""
+    """Whether this build of torch has the operators, this processor the products, and TUTELAGE_KERNELS is not off."""
+    if switch() == "off":
+        return False
     names = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
     if not torch.backends.mkldnn.is_available() or not all(hasattr(torch.ops.mkldnn, name) for name in names):
         return False
@@ -68,7 +73,8 @@ def _forward(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
 
     def forward(x: Tensor) -> Tensor:
         rows = x.numel() // x.shape[-1]
-        if x.dtype != torch.bfloat16 or rows > MOST_ROWS or torch.is_autocast_enabled("cpu"):
+        other = x.dtype != torch.bfloat16 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+        if other or rows > MOST_ROWS:
             return nn.functional.linear(x, layer.weight, layer.bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, layer.bias, "none", [], "")
         return out

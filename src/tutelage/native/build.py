@@ -15,13 +15,18 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from tutelage.errors import ConfigError
 
@@ -50,9 +55,7 @@ def kernels() -> Found:
 
     Raises ConfigError for another value of TUTELAGE_KERNELS, and where they are required and cannot be had.
     """
-    wanted = os.environ.get(SWITCH, "auto")
-    if wanted not in ("auto", "off", "required"):
-        raise ConfigError(f"{SWITCH} is {wanted!r}", fix="set it to auto, off or required, or leave it out")
+    wanted = switch()
     if wanted == "off":
         return Found(None, f"{SWITCH} is off")
     try:
@@ -67,14 +70,28 @@ def kernels() -> Found:
     return Found(None, why)
 
 
+def switch() -> str:
+    """What TUTELAGE_KERNELS says: auto, off or required.  Raises ConfigError for anything else."""
+    wanted = os.environ.get(SWITCH, "auto")
+    if wanted not in ("auto", "off", "required"):
+        raise ConfigError(f"{SWITCH} is {wanted!r}", fix="set it to auto, off or required, or leave it out")
+    return wanted
+
+
+def described() -> str:
+    """For the record of a run: "compiled", or why there are none; with a GPU they are not looked for."""
+    return "a GPU computes" if torch.cuda.is_available() else kernels().why or "compiled"
+
+
 _FIX = f"Install a C++ compiler with OpenMP (g++ or clang++), name one in CXX, or set {SWITCH}=off."
 
 
 def _loaded() -> ctypes.CDLL:
     """Raises OSError or SubprocessError, which say what was missing or what the compiler printed."""
-    compiler = _compiler()
+    compiler = compiler_command()
     source = SOURCE.read_bytes()
-    what = (source, " ".join(FLAGS).encode(), _version(compiler).encode(), _processor().encode())
+    parts = (" ".join([*compiler, *FLAGS]), _version(compiler), _processor())
+    what = (source, *(part.encode() for part in parts))
     name = hashlib.sha256(b"\0".join(what)).hexdigest()[:24]
     path = cache_folder() / f"kernels-{name}.so"
     if not path.exists():
@@ -82,17 +99,19 @@ def _loaded() -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def _compiler() -> str:
+def compiler_command() -> list[str]:
+    """The compiler, with what CXX has before or behind it.  Raises OSError where there is none."""
     named = os.environ.get("CXX")
     for candidate in (named,) if named else COMPILERS:
-        path = shutil.which(candidate)
+        command = shlex.split(candidate)
+        path = shutil.which(command[0]) if command else None
         if path is not None:
-            return path
+            return [path, *command[1:]]
     raise OSError(f"CXX is {named!r}, which is not found" if named else f"none of {', '.join(COMPILERS)} is found")
 
 
-def _version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+def _version(compiler: Sequence[str]) -> str:
+    return subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
 
 
 def _processor() -> str:
@@ -107,9 +126,12 @@ def _processor() -> str:
 
 def cache_folder() -> Path:
     """`$XDG_CACHE_HOME/tutelage` or `~/.cache/tutelage`; where that cannot be written, a temporary one of this user."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     user = os.getuid()
-    for folder in (Path(base) / "tutelage", Path(tempfile.gettempdir()) / f"tutelage-{user}"):
+    folders = [Path(tempfile.gettempdir()) / f"tutelage-{user}"]
+    base = os.environ.get("XDG_CACHE_HOME")
+    with suppress(RuntimeError):  # a user without a home
+        folders.insert(0, (Path(base) if base else Path.home() / ".cache") / "tutelage")
+    for folder in folders:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError:
@@ -119,12 +141,12 @@ def cache_folder() -> Path:
     raise OSError("no folder for the compiled kernels can be written: set XDG_CACHE_HOME to one that can")
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: Sequence[str], path: Path) -> None:
     """Whole or not at all: other processes may compile the same at the same time."""
     print("compiling the CPU kernels for this machine, once (a few seconds)", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
+        command = [*compiler, *FLAGS, str(SOURCE), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
         if done.returncode:
             raise OSError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-400:]}")

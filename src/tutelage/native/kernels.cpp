@@ -1,7 +1,7 @@
 // Fused elementwise parts of a transformer block, and attention of one decode step, on a CPU.
 //
-// Compiled on the machine that runs them (build.py), called from ops.py, which says what each computes and has checked
-// every shape, type and stride.  T is float or bf16; arithmetic is in float.  Where torch rounds to bf16 between two
+// Compiled on the machine that runs them (build.py), called from ops.py, which says what each computes; whoever calls
+// that has the shapes it names.  T is float or bf16; arithmetic is in float.  Where torch rounds to bf16 between two
 // operations, so does this: `rounded`.  No result depends on which thread computes it; sums over rows (rms_norm_back)
 // depend on how many threads there are.
 

@@ -13,36 +13,38 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tutelage.errors import ShapeError
 from tutelage.native.build import kernels
 
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
-_decoding = False
+_decoding = ContextVar("decoding", default=False)
 
 
 @contextmanager
 def in_decoding() -> Iterator[None]:
     """Inside, float32 is taken too: one step of decoding.
 
-    Elsewhere it is not, so that a training run in float32 has torch's own numbers, with a compiler or without.
+    Elsewhere, other threads included, it is not, so that a training run in float32 has torch's own numbers, with a
+    compiler or without.
     """
-    global _decoding
-    before, _decoding = _decoding, True
+    before = _decoding.set(True)
     try:
         yield
     finally:
-        _decoding = before
+        _decoding.reset(before)
 
 
 def takes(*tensors: Tensor) -> bool:
     """Whether the kernels compute these: plain whole tensors on a CPU, not empty, of one type that they know, outside
     autocast; and whether there are kernels."""
     first = tensors[0]
-    if first.dtype not in SUFFIX or (first.dtype == torch.float32 and not _decoding):
+    if first.dtype not in SUFFIX or (first.dtype == torch.float32 and not _decoding.get()):
         return False
     for x in tensors:
         plain = type(x) is Tensor or type(x) is nn.Parameter
@@ -67,7 +69,7 @@ def rms_norm_back(
     x: Tensor, weight_H: Tensor, inverse: Tensor, by_out: Tensor, needed: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients by x and weight, those of `needed`."""
-    x, weight_H, by_out = x.contiguous(), weight_H.contiguous(), by_out.contiguous()
+    x, weight_H, inverse, by_out = (t.contiguous() for t in (x, weight_H, inverse, by_out))
     by_x = torch.empty_like(x) if needed[0] else None
     threads, size = torch.get_num_threads(), x.shape[-1]
     parts = torch.zeros((threads, size), dtype=torch.float32) if needed[1] else None
@@ -96,10 +98,12 @@ def swiglu_back(
 
 def rotary_fits(x: Tensor, cosine: Tensor, sine: Tensor) -> bool:
     """Whether `rotary` takes x (B, h, N, D), whose rows of D lie together, cosine and sine (B, N, D)."""
-    shape = (x.shape[0], x.shape[2], x.shape[3])
-    whole = x.dim() == 4 and cosine.shape == shape == sine.shape and x.shape[3] % 2 == 0 and x.stride(3) == 1
+    if x.dim() != 4:
+        return False
+    batch, _, count, size = x.shape
+    whole = cosine.shape == (batch, count, size) == sine.shape and size % 2 == 0 and x.stride(3) == 1
     # one batch entry, or one token of each: then tokens are a single strided axis
-    return whole and (x.shape[0] == 1 or x.shape[2] == 1)
+    return whole and (batch == 1 or count == 1)
 
 
 def rotary(x: Tensor, cosine: Tensor, sine: Tensor, back: bool = False) -> Tensor:
@@ -146,12 +150,14 @@ def paged_attention(
     scale: float,
     softcap: float = 0.0,
 ) -> Tensor:
-    """query (b, h, 1, D), pools (X, g, z, D) -> (b, 1, h, D): the attention of `models.decoding`.
+    """query (b, h, 1, D), pools (X, g, z, D), contiguous -> (b, 1, h, D): the attention of `models.decoding`.
 
     Row n reads prompt_lens[n] positions of the pages (P, J) of prompt lane_of_row[n] // lanes, and own_lens[n] + 1 of
     its own (b, I), which are counted from page `own`.  Index tensors are int64.  softcap 0: none.
     """
     b, h, _, size = query.shape
+    if not (key.is_contiguous() and value.is_contiguous() and key.shape == value.shape and key.shape[3] == size):
+        raise ShapeError(f"query {tuple(query.shape)}, keys {tuple(key.shape)}, values {tuple(value.shape)}: no pools")
     if query.stride(3) != 1:
         query = query.contiguous()
     out = torch.empty((b, 1, h, size), dtype=query.dtype)

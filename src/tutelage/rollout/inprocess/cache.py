@@ -26,9 +26,8 @@ class PagedCache(Cache):
     (`models.decoding.product_dtype`): float32 for half precision on a CPU, so that no step converts every page that it
     reads.  That is twice the bytes.
 
-    A page that is given out is set to 0 where it is not written at once, unless the kernels read it, which look at no
-    hidden position.  Elsewhere a hidden position has weight 0, and that times what an earlier row or the allocator left
-    there must be 0 too.
+    A page that is given out is set to 0 where it is not written at once.  A hidden position has weight 0, and that
+    times what an earlier row or the allocator left there must be 0 too.  (The kernels look at no hidden position.)
     """
 
     def __init__(self, pages: int, page: int) -> None:
@@ -70,14 +69,13 @@ class PagedCache(Cache):
             self._keys.append(self._empty(key_states))
             self._values.append(self._empty(value_states))
         keys, values = self._keys[layer_idx], self._values[layer_idx]
-        native = self._step is not None and ops.takes(key_states, value_states, keys, values)
-        if native:  # reads what was written, no more: nothing has to be cleared
-            ops.page_write(key_states, keys, self._page_n, self._at_n)
-            ops.page_write(value_states, values, self._page_n, self._at_n)
-            return keys, values
         if self._clear.shape[0]:
             keys.index_fill_(0, self._clear, 0.0)
             values.index_fill_(0, self._clear, 0.0)
+        if self._step is not None and ops.takes(key_states, value_states, keys, values):
+            ops.page_write(key_states, keys, self._page_n, self._at_n)
+            ops.page_write(value_states, values, self._page_n, self._at_n)
+            return keys, values
         if self._step is None:
             keys[self._page_n, :, self._at_n] = key_states[0].transpose(0, 1).to(keys.dtype)
             values[self._page_n, :, self._at_n] = value_states[0].transpose(0, 1).to(values.dtype)
