@@ -14,7 +14,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from tutelage.models.thin_products import FEWEST_INPUTS, is_plain_linear
+from tutelage.models.thin_products import FEWEST_INPUTS, forwards_in_place, is_plain_linear
 from tutelage.native.build import switch
 
 FEWEST_STEPS = 32
@@ -45,13 +45,8 @@ class PackedLayers:
         """Inside, without gradients, the layers multiply so."""
         if not self._forwards:
             self._forwards = {layer: _forward(layer) for layer in self._layers}
-        for layer, forward in self._forwards.items():
-            layer.__dict__["forward"] = forward
-        try:
+        with forwards_in_place(self._forwards):
             yield
-        finally:
-            for layer in self._forwards:
-                del layer.__dict__["forward"]
 
 
 def _supported() -> bool:

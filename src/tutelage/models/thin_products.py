@@ -12,7 +12,7 @@ The sums over I are those of one product: only the cut over O is another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeGuard
 
@@ -54,7 +54,10 @@ class ThinLayers:
         """besides: a layer that is left out, such as the output head."""
         found = [] if torch.get_num_threads() < 2 else [m for m in model.modules() if m is not besides]
         plain = [module for module in found if isinstance(module, nn.Linear)]
-        self._forwards = {layer: _forward(layer, block) for layer in plain if (block := _block_of(layer)) is not None}
+        blocks = {layer: block for layer in plain if (block := _block_of(layer)) is not None}
+        self._forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {
+            m: _forward(m, block) for m, block in blocks.items()
+        }
 
     def __len__(self) -> int:
         return len(self._forwards)
@@ -62,13 +65,20 @@ class ThinLayers:
     @contextmanager
     def in_blocks(self) -> Iterator[None]:
         """Inside, without gradients, the layers multiply so."""
-        for layer, forward in self._forwards.items():
-            layer.__dict__["forward"] = forward
-        try:
+        with forwards_in_place(self._forwards):
             yield
-        finally:
-            for layer in self._forwards:
-                del layer.__dict__["forward"]
+
+
+@contextmanager
+def forwards_in_place(forwards: Mapping[nn.Module, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+    """Inside, each module computes with the function it is given; none of them has one of its own."""
+    for module, forward in forwards.items():
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for module in forwards:
+            del module.__dict__["forward"]
 
 
 def is_plain_linear(module: nn.Module, dtype: torch.dtype) -> TypeGuard[nn.Linear]:
